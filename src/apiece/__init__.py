@@ -1,0 +1,1 @@
+"""Apiece: personalized federated learning that ends with a good model apiece."""

@@ -1,0 +1,132 @@
+"""Shard and Batch: one client's examples, as a method sees them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from apiece import random, tree
+from apiece.random import Key, fold
+from apiece.tree import Tree
+
+_LAST = torch.iinfo(torch.int64).max
+
+
+class Batch(NamedTuple):
+    x: Tree
+    y: Tree
+    weight: Tensor  # 1 for a real example, 0 for padding
+    live: Tensor | None  # 0-d bool: does it hold a real example? None: known to
+    key: Key
+
+
+class Rows(NamedTuple):
+    """Where a client's examples lie: what differs between the clients of one chunk."""
+
+    index: Tensor  # rows of the resident arrays, padded at the end
+    size: Tensor  # how many of them are real
+    key: Key  # this client in this round
+    split_key: Key  # this client in every round
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One client's examples: rows of resident arrays, padded to the length of its chunk.
+
+    Methods use `size`, `key`, `batches`, `split` and `all`; none of them shows the padding.
+    """
+
+    _x: Tree
+    _y: Tree
+    _rows: Rows
+    _even: bool  # no client of the chunk is padded: masks are left out
+
+    @property
+    def size(self) -> Tensor:
+        return self._rows.size
+
+    @property
+    def key(self) -> Key:
+        return self._rows.key
+
+    @property
+    def _capacity(self) -> int:
+        return self._rows.index.shape[0]
+
+    def _positions(self, count: int) -> Tensor:
+        return torch.arange(count, device=self._rows.index.device)
+
+    def _order(self, key: Key) -> Tensor:
+        """A permutation of the real examples, then the padding."""
+        n = self._capacity
+        rank = random.rank(key, n)
+        if not self._even:
+            rank = torch.where(self._positions(n) < self.size, rank, _LAST)
+        return rank.argsort(stable=True)
+
+    def _batch(self, index: Tensor, real: Tensor, live: Tensor | None, key: Key) -> Batch:
+        weight = torch.ones_like(real, dtype=torch.float32) if self._even else real.float()
+        x, y = tree.take((self._x, self._y), index)
+        return Batch(x, y, weight, None if self._even else live, key)
+
+    def batches(self, batch_size: int, epochs: int = 1, steps: int = 0) -> Iterator[Batch]:
+        """`epochs` passes in fresh orders or, if `steps` > 0, that many batches whatever the size.
+
+        batch_size 0 is the whole shard. Step j is batch j mod B of pass j div B, B the batches of a pass.
+        """
+        n = self._capacity
+        if n == 0:
+            return
+        width = min(batch_size or n, n)
+        per_pass = math.ceil(n / width)
+        if steps and not self._even:
+            yield from self._steps(width, steps)
+            return
+        passes = math.ceil(steps / per_pass) if steps else epochs
+        count = steps or passes * per_pass
+        for epoch in range(passes):
+            order = self._order(fold(self.key, epoch))
+            for batch in range(min(per_pass, count - epoch * per_pass)):
+                start = batch * width
+                index = self._rows.index[order[start : start + width]]
+                real = start + self._positions(index.shape[0]) < self.size
+                yield self._batch(index, real, self.size > start, fold(self.key, epoch, batch))
+
+    def _steps(self, width: int, steps: int) -> Iterator[Batch]:
+        """As above where B differs between the clients of the chunk: pass and batch are tensors."""
+        per_pass = torch.clamp((self.size + width - 1) // width, min=1)
+        for step in range(steps):
+            epoch, batch = step // per_pass, step % per_pass
+            order = self._order(fold(self.key, epoch))
+            position = batch * width + self._positions(width)
+            index = self._rows.index[order[position.clamp(max=self._capacity - 1)]]
+            yield self._batch(index, position < self.size, self.size > 0, fold(self.key, epoch, batch))
+
+    def all(self) -> Batch:
+        """Every example in one batch, in stored order."""
+        real = self._positions(self._capacity) < self.size
+        return self._batch(self._rows.index, real, self.size > 0, fold(self.key, "all"))
+
+    def split(self, fraction: float = 0.5) -> tuple[Shard, Shard]:
+        """(support, query): the same two parts in every round. The support is rounded up."""
+        n = self._capacity
+        order = self._order(self._rows.split_key)
+        support = torch.ceil(self.size.double() * fraction - 1e-9).long()
+        most = min(n, math.ceil(n * fraction) + 1)
+        rest = (support + self._positions(n)).clamp(max=max(n - 1, 0))
+        parts = ((order[:most], support, "support"), (order[rest], self.size - support, "query"))
+        first, second = (
+            Shard(
+                self._x,
+                self._y,
+                Rows(self._rows.index[index], size, fold(self.key, name), fold(self._rows.split_key, name)),
+                False,
+            )
+            for index, size, name in parts
+        )
+        return first, second

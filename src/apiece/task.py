@@ -1,0 +1,162 @@
+"""Task: a model, what training minimises and what evaluation measures."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from apiece import random
+from apiece.params import Params
+from apiece.random import Key
+from apiece.shard import Batch, Shard
+from apiece.tree import Tree
+
+Penalty = Callable[[Params, Batch, Tensor], Tensor]
+Losses = Callable[[Tensor, Tree], Tensor]  # outputs, y → one loss per example
+Metric = Callable[[Tensor, Batch], Tensor]  # outputs, a whole test shard → one number
+
+
+@dataclass
+class _Stream:
+    """The dropout key of one forward pass, and how many layers have drawn from it."""
+
+    key: Key
+    drawn: int = 0
+
+    def next(self) -> Key:
+        self.drawn += 1
+        return random.fold(self.key, self.drawn)
+
+
+_stream: contextvars.ContextVar[_Stream | None] = contextvars.ContextVar("dropout stream", default=None)
+
+
+@contextmanager
+def _drawing_from(key: Key | None) -> Iterator[None]:
+    token = _stream.set(None if key is None else _Stream(key))
+    try:
+        yield
+    finally:
+        _stream.reset(token)
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a hash of the batch's key: the same in every engine; off in evaluation."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"dropout probability must lie in [0, 1), got {p}")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = _stream.get()
+        if stream is None or self.p == 0.0:
+            return x
+        keep = random.uniform(stream.next(), x.shape) >= self.p
+        return torch.where(keep, x / (1.0 - self.p), 0.0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Mean over the real examples; 0 where there are none."""
+    return torch.where(weight > 0, values * weight, 0.0).sum() / weight.sum().clamp(min=1.0)
+
+
+def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, y, reduction="none")
+
+
+def hinge(outputs: Tensor, y: Tensor) -> Tensor:
+    """Crammer and Singer's: max(0, 1 + best wrong score − right score); for two classes, the usual one."""
+    right = F.one_hot(y, outputs.shape[-1]).to(outputs.dtype)
+    wrong_best = (outputs - right * 1e9).amax(-1)
+    return F.relu(1.0 + wrong_best - (outputs * right).sum(-1))
+
+
+def accuracy(outputs: Tensor, batch: Batch) -> Tensor:
+    hits = (outputs.argmax(-1) == batch.y).float()
+    return torch.where(batch.weight > 0, hits, 0.0).sum() / batch.weight.sum()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Model + criterion + metrics. `proxy` and `prior` are the server's own: clients get a task without."""
+
+    factory: Callable[[], nn.Module]
+    losses: Losses = cross_entropy
+    measures: Mapping[str, Metric] = field(default_factory=lambda: {"accuracy": accuracy})
+    device: torch.device = torch.device("cpu")
+    proxy: Shard | None = None
+    prior: Params | None = None
+    penalties: tuple[Penalty, ...] = ()
+    # Structure and constant buffers, built once: copies of a task share it. Its parameters are never read.
+    module: nn.Module = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.module is None:
+            object.__setattr__(self, "module", self._build(0))
+
+    @property
+    def headline(self) -> str:
+        """The first measure: the one that tables and targets speak of."""
+        return next(iter(self.measures))
+
+    def _build(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.factory().eval().to(self.device)
+
+    def init(self, key: int) -> Params:
+        """Fresh parameters, as the model's own factory draws them under `key`."""
+        module = self._build(key & (2**63 - 1))
+        return Params({name: p.detach().clone() for name, p in module.named_parameters()})
+
+    def predict(self, params: Params, x: Tree, key: Key | None = None) -> Tensor:
+        """Outputs for `x`; without a key, in evaluation mode."""
+        with _drawing_from(key):
+            outputs: Any = functional_call(self.module, dict(params), (x,))
+        return outputs
+
+    def criterion(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Weighted mean over the real examples."""
+        return weighted_mean(self.losses(outputs, batch.y), batch.weight)
+
+    def loss(self, params: Params, batch: Batch) -> Tensor:
+        """The data loss in evaluation mode: what is measured."""
+        return self.criterion(self.predict(params, batch.x), batch)
+
+    def objective(self, params: Params, batch: Batch) -> Tensor:
+        """What training minimises: the data loss under dropout, plus penalties."""
+        outputs = self.predict(params, batch.x, batch.key)
+        value = self.criterion(outputs, batch)
+        for penalty in self.penalties:
+            value = value + penalty(params, batch, outputs)
+        return value
+
+    def penalized(self, penalty: Penalty) -> Task:
+        """This task with `penalty(params, batch, outputs of the same forward)` added to the objective."""
+        return replace(self, penalties=(*self.penalties, penalty))
+
+    def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Every measure and the loss, on a whole test shard; NaN where it is empty."""
+        values = {name: measure(outputs, batch) for name, measure in self.measures.items()}
+        empty = batch.weight.sum() == 0
+        values["loss"] = torch.where(empty, torch.nan, self.criterion(outputs, batch))
+        return values
+
+    def for_clients(self) -> Task:
+        return replace(self, proxy=None, prior=None)
+
+    def on(self, device: torch.device) -> Task:
+        return replace(self, device=device, module=None)

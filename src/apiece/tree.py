@@ -1,0 +1,105 @@
+"""Trees: nested NamedTuples, tuples and Params whose leaves are tensors.
+
+The one place that knows PyTorch's pytree module. A leaf that is not a tensor (a bool, a string, a small
+int) is *static*: part of the program, not of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Tree = Any
+
+register = pytree.register_pytree_node
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply `fn` to corresponding leaves."""
+    return pytree.tree_map(fn, tree, *rest)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    return pytree.tree_leaves(tree)
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def same_structure(a: Tree, b: Tree) -> bool:
+    return pytree.tree_structure(a) == pytree.tree_structure(b)
+
+
+def flatten(tree: Tree) -> dict[str, Any]:
+    """path → leaf, paths as `params/fc1.weight`: what is written to disk and sent over the wire."""
+    pairs, _ = pytree.tree_flatten_with_path(tree)
+    return {"/".join(_name(entry) for entry in path): leaf for path, leaf in pairs}
+
+
+def _name(entry: Any) -> str:
+    for attribute in ("name", "key", "idx"):
+        value = getattr(entry, attribute, None)
+        if value is not None:
+            return str(value)
+    raise TypeError(f"unknown kind of tree path: {entry!r}")
+
+
+def restore(template: Tree, values: Mapping[str, Any]) -> Tree:
+    """The inverse of `flatten`: `template` gives the structure, `values` the leaves."""
+    names = list(flatten(template))
+    missing, extra = sorted(set(names) - set(values)), sorted(set(values) - set(names))
+    if missing or extra:
+        raise KeyError(f"leaves differ: missing {missing or 'none'}, unexpected {extra or 'none'}")
+    return pytree.tree_unflatten([values[name] for name in names], pytree.tree_structure(template))
+
+
+def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
+    """`a` where the 0-d `condition` holds, else `b`; static leaves must agree."""
+
+    def choose(x: Any, y: Any) -> Any:
+        if isinstance(x, Tensor):
+            return torch.where(condition, x, y)
+        if x != y:
+            raise TypeError(f"a static leaf cannot depend on data: {x!r} or {y!r}")
+        return x
+
+    return map(choose, a, b)
+
+
+def zeros(tree: Tree) -> Tree:
+    return map(torch.zeros_like, tree)
+
+
+def stack(trees: list[Tree]) -> Tree:
+    return map(lambda *leaf: torch.stack(leaf), *trees)
+
+
+def concat(trees: list[Tree]) -> Tree:
+    return map(lambda *leaf: torch.cat(leaf), *trees)
+
+
+def take(tree: Tree, index: int | Tensor) -> Tree:
+    """Entry (or entries) `index` along the first axis of every leaf."""
+    return map(lambda leaf: leaf[index], tree)
+
+
+def to(tree: Tree, device: torch.device | str) -> Tree:
+    return map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def nbytes(tree: Tree) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors(tree))
+
+
+def finite(tree: Tree, device: torch.device) -> Tensor:
+    """0-d bool: no floating leaf holds a NaN or an infinity."""
+    answer = torch.ones((), dtype=torch.bool, device=device)
+    for leaf in tensors(tree):
+        if leaf.is_floating_point():
+            answer = answer & leaf.isfinite().all()
+    return answer
