@@ -81,9 +81,9 @@ class Method(ABC):
                 raise TypeError(f"{cls.__name__} inherits from {base.__name__}: methods are final, wrap instead")
 
     def __post_init__(self) -> None:
-        local = self.local.over(DEFAULT)
+        local = self.local.over(DEFAULT).checked("local")
         object.__setattr__(self, "local", local)
-        object.__setattr__(self, "personal", self.personal.over(local))
+        object.__setattr__(self, "personal", self.personal.over(local).checked("personal"))
 
     @abstractmethod
     def init(self, task: Task, params: Params, key: int) -> Server:

@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from apiece.errors import ApieceError, unknown
 from apiece.params import Params
 from apiece.tree import Tree
 
@@ -47,6 +49,11 @@ def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimize
     return Optimizer(init, update)
 
 
+def _unbias(b: float, count: Tensor) -> Tensor:
+    """1 − b^count by expm1: in float32 the plain difference loses four digits where b is near 1."""
+    return -torch.expm1(count * (math.log(b) if b else -math.inf))
+
+
 def _moments(
     lr: float,
     b1: float,
@@ -68,7 +75,7 @@ def _moments(
         count = state.count + 1
         m = b1 * state.first + (1 - b1) * gradient
         v = state.second.map(second, gradient * gradient)
-        m_hat, v_hat = (m / (1 - b1**count), v / (1 - b2**count)) if corrected else (m, v)
+        m_hat, v_hat = (m / _unbias(b1, count), v / _unbias(b2, count)) if corrected else (m, v)
         step = m_hat / v_hat.map(lambda t: (t + _TINY).sqrt() + eps)
         return params - lr * step, Moments(m, v, count)
 
@@ -121,7 +128,7 @@ class Rule(NamedTuple):
             return yogi(self.lr, self.b1, self.b2, self.eps, self.weight_decay)
         if self.optimizer == "adagrad":
             return adagrad(self.lr, self.eps, self.weight_decay)
-        raise ValueError(f"unknown optimizer {self.optimizer!r}: one of sgd, adam, yogi, adagrad")
+        raise unknown("optimizer", self.optimizer, ("sgd", "adam", "yogi", "adagrad"))
 
     def start(self, params: Params) -> Stepped:
         return Stepped(params, self.build().init(params))
@@ -162,6 +169,14 @@ class Recipe(NamedTuple):
     @property
     def rule(self) -> Rule:
         return Rule(*self[: len(Rule._fields)])
+
+    def checked(self, name: str) -> Recipe:
+        """This recipe if it can be followed; `name` says whose it is."""
+        self.rule.build()
+        for field in ("batch_size", "epochs", "steps"):
+            if getattr(self, field) < 0:
+                raise ApieceError(f"{name}.{field} must not be negative, got {getattr(self, field)}")
+        return self
 
 
 DEFAULT = Recipe(**Rule(lr=0.1)._asdict(), batch_size=10, epochs=1, steps=0)

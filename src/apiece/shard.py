@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -121,12 +121,7 @@ class Shard:
         rest = (support + self._positions(n)).clamp(max=max(n - 1, 0))
         parts = ((order[:most], support, "support"), (order[rest], self.size - support, "query"))
         first, second = (
-            Shard(
-                self._x,
-                self._y,
-                Rows(self._rows.index[index], size, fold(self.key, name), fold(self._rows.split_key, name)),
-                False,
-            )
+            Rows(self._rows.index[index], size, fold(self.key, name), fold(self._rows.split_key, name))
             for index, size, name in parts
         )
-        return first, second
+        return replace(self, _rows=first, _even=False), replace(self, _rows=second, _even=False)

@@ -151,9 +151,9 @@ class Task:
     def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Every measure and the loss, on a whole test shard; NaN where it is empty."""
         values = {name: measure(outputs, batch) for name, measure in self.measures.items()}
+        values["loss"] = self.criterion(outputs, batch)
         empty = batch.weight.sum() == 0
-        values["loss"] = torch.where(empty, torch.nan, self.criterion(outputs, batch))
-        return values
+        return {name: torch.where(empty, torch.nan, value) for name, value in values.items()}
 
     def for_clients(self) -> Task:
         return replace(self, proxy=None, prior=None)

@@ -1,0 +1,122 @@
+"""Data: built-in datasets, your own files, and how they are dealt out to clients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from apiece.data import digits, own, synthetic
+from apiece.data.federated import Examples, Federated, federate
+from apiece.data.own import from_arrays, from_path
+from apiece.data.partition import deal
+from apiece.errors import ApieceError, unknown
+
+__all__ = [
+    "DATASETS",
+    "Examples",
+    "Federated",
+    "deal",
+    "federate",
+    "federated",
+    "from_arrays",
+    "from_path",
+    "load",
+    "partition_table",
+]
+
+DATASETS = {
+    "digits": "8 × 8 images of handwritten digits, 1,797 examples, 10 classes; no clients of its own",
+    "synthetic": "Synthetic(α, β) of FedProx: 60 features, 10 classes, own clients; or synthetic(0.5,0.5)",
+}
+
+
+class _BuiltIn(NamedTuple):
+    load: Callable[..., Examples]  # (clients, key, **options)
+    parameters: tuple[str, ...] = ()  # the options that may stand behind the name, in parentheses
+    options: tuple[str, ...] = ()
+
+
+_BUILT_IN = {
+    "digits": _BuiltIn(lambda clients, key: digits.load()),
+    "synthetic": _BuiltIn(synthetic.load, ("alpha", "beta"), ("alpha", "beta", "most")),
+}
+
+
+def load(
+    name: str,
+    *,
+    clients: int,
+    key: int,
+    client_column: str = "client",
+    label_column: str = "label",
+    options: Mapping[str, float] | None = None,
+) -> Examples:
+    """A dataset of DATASETS, or the file or folder at the path `name`.
+
+    `clients` and `key` make the data that is generated; the columns are those of .csv and .parquet files.
+    """
+    called = re.fullmatch(r"([\w-]*)(?:\(([^()]*)\))?", name)
+    if called is not None and called[1] in DATASETS:
+        return _built_in(called[1], called[2], clients, key, options or {})
+    if called is not None and not (name and Path(name).exists()):
+        raise unknown("dataset", called[1], DATASETS)
+    if options:
+        raise ApieceError(f"{name} takes no options, got {', '.join(sorted(options))}")
+    return own.from_path(name, client_column, label_column)
+
+
+def _built_in(
+    name: str, inside: str | None, clients: int, key: int, options: Mapping[str, float]
+) -> Examples:
+    dataset = _BUILT_IN[name]
+    for option in options:
+        if option not in dataset.options:
+            raise unknown(f"option of {name}", option, dataset.options)
+    texts = inside.split(",") if inside is not None else []
+    if texts and len(texts) != len(dataset.parameters):
+        form = f"{name}({','.join(dataset.parameters)})" if dataset.parameters else name
+        raise ApieceError(f"{name}({inside}) has a wrong number of parameters: write {form}")
+    try:
+        values = [float(text) for text in texts]
+    except ValueError:
+        raise ApieceError(f"{name}({inside}): the parameters must be numbers") from None
+    given = dict(zip(dataset.parameters, values, strict=False)) | dict(options)
+    return dataset.load(clients=clients, key=key, **given)
+
+
+def federated(
+    name: str,
+    partition: str = "auto",
+    *,
+    clients: int,
+    key: int,
+    test: float = 0.25,
+    unseen: float = 0.2,
+    client_column: str = "client",
+    label_column: str = "label",
+) -> Federated:
+    """Load, deal out and split. `auto` keeps the data's own clients, else deals out four classes each."""
+    examples = load(name, clients=clients, key=key, client_column=client_column, label_column=label_column)
+    if partition == "auto":
+        partition = "natural" if examples.client is not None else f"classes:{min(4, examples.classes)}"
+    parts, names = deal(partition, examples, clients, key)
+    data = federate(examples, parts, names, key, test, unseen)
+    if not data.seen.any():
+        raise ApieceError(f"an unseen share of {unseen} leaves none of {len(names)} clients to train with")
+    return data
+
+
+def partition_table(data: Federated) -> list[tuple[int, str, int, str, int, int]]:
+    """Rows (client, name, seen, split, label, count) of what is held; seen is 1 or 0, split train or test."""
+    y = data.y.cpu().numpy()
+    return [
+        (client, data.names[client], int(data.seen[client]), split, label, int(count))
+        for client in range(data.population)
+        for split, rows in (("train", data.train), ("test", data.test))
+        for label, count in enumerate(np.bincount(y[rows[client]], minlength=data.classes))
+        if count > 0
+    ]

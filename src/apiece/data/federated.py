@@ -27,6 +27,7 @@ class Examples:
     classes: int
     label_names: tuple[str, ...]
     client: NDArray[Any] | None = None  # the natural client of each row
+    client_names: tuple[str, ...] | None = None  # given where some have no row
 
 
 class Ragged(NamedTuple):

@@ -1,0 +1,5 @@
+"""Wrappers by name: a method around a method, `elastic(fedavg)`."""
+
+WRAPPERS = {
+    "elastic": "apiece.wrappers.elastic:Elastic",
+}

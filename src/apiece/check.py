@@ -1,0 +1,407 @@
+"""check_method: the public conformance suite. What every engine and every later feature relies on.
+
+    from apiece import check_method
+    check_method(MyMethod())
+
+runs the method on six ragged clients (of 0, 1, 4, 9, 17 and 25 examples) with a model that has dropout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from apiece import random, tree
+from apiece.data.federated import Examples, Federated, federate
+from apiece.engines.base import Engine, Federation, client_phase
+from apiece.engines.sequential import Sequential
+from apiece.engines.vectorized import Vectorized
+from apiece.evaluate import models
+from apiece.method import Broadcast, Method, Reply, Round, Server, Wrapper, inner_methods
+from apiece.params import Params
+from apiece.sample import uniform
+from apiece.shard import Rows, Shard
+from apiece.spec import Uplink, spec
+from apiece.store import Store
+from apiece.task import Dropout, Task
+from apiece.train import Training
+from apiece.tree import Tree
+
+SIZES = (0, 1, 4, 9, 17, 25)
+ROUNDS = 4
+COHORT = 4
+TOLERANCE = 1e-5
+MOST_STATIC_VALUES = 3
+
+
+class Finding(NamedTuple):
+    rule: str
+    ok: bool
+    detail: str
+
+
+class NonConforming(AssertionError):
+    """A method that breaks a rule; the message lists every broken one."""
+
+
+def check_method(method: Method, device: str = "cpu") -> None:
+    """Raise NonConforming, with what is wrong and why it matters, unless the method keeps every rule."""
+    broken = [finding for finding in examine(method, device) if not finding.ok]
+    if broken:
+        lines = "\n".join(f"- {finding.rule}: {finding.detail}" for finding in broken)
+        raise NonConforming(f"{type(method).__name__} breaks {len(broken)} rules:\n{lines}")
+
+
+@torch.no_grad()
+def examine(method: Method, device: str = "cpu") -> list[Finding]:
+    """Every rule with its verdict."""
+    world = _World.build(_stressed(method), torch.device(device))
+    findings = []
+    for rule, test in _RULES.items():
+        try:
+            complaints = list(test(world))
+        except Exception as error:
+            complaints = [_told(error)]
+        findings.append(Finding(rule, not complaints, "; ".join(complaints)))
+        if rule == "runs" and complaints:
+            break
+    return findings
+
+
+def _told(error: Exception) -> str:
+    notes = "; ".join(getattr(error, "__notes__", []))
+    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
+
+
+def _stressed(method: Method) -> Method:
+    """The method with several batches and two epochs, where padding and counters show."""
+    inner = {name: _stressed(value) for name, value in inner_methods(method).items()}
+    own = {f.name for f in dataclasses.fields(method)}  # type: ignore[arg-type]
+    recipes = {
+        name: getattr(method, name)._replace(epochs=2, batch_size=4)
+        for name in ("local", "personal")
+        if name in own
+    }
+    return dataclasses.replace(method, **inner, **recipes)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class _World:
+    """A tiny federation for one method."""
+
+    method: Method
+    task: Task
+    data: Federated
+    start: Params
+    root: int = random.fold(0, "check")
+
+    @staticmethod
+    def build(method: Method, device: torch.device) -> _World:
+        draw = np.random.Generator(np.random.Philox(key=7))
+        n = sum(SIZES)
+        x = draw.normal(size=(n, 4)).astype(np.float32)
+        y = (x @ draw.normal(size=(4, 3))).argmax(1).astype(np.int64)
+        edges = np.cumsum((0, *SIZES))
+        parts = [np.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        names = [str(i) for i in range(len(SIZES))]
+        data = federate(Examples(x, y, 3, ("a", "b", "c")), parts, names, key=1, test=0.0, unseen=0.0).to(device)
+        task = Task(_model, device=device)
+        start = task.init(3)
+        rows = _rows(np.arange(6)[None], device, key=11)
+        proxy = Shard(data.x, data.y, tree.take(rows, 0), True)
+        task = dataclasses.replace(task, proxy=proxy, prior=task.init(5))
+        return _World(method, task, data, start)
+
+    def with_method(self, method: Method) -> _World:
+        return dataclasses.replace(self, method=method)
+
+    def server(self) -> Server:
+        return self.method.init(self.task, self.start, random.fold(self.root, "method"))
+
+    def training(self, engine: Engine, data: Federated | None = None) -> Training:
+        data = data or self.data
+        uplink = Uplink(self.method, self.task, self.start, data.x, data.y)
+        shape = spec(self.method, self.task, self.broadcast(), self.start, data.x, data.y)
+        store = Store(shape.state, data.population, self.task.device, None, mapped=False)
+        federation = Federation(self.method, self.task, self.start, data, store, self.root)
+        return Training(engine, federation, uniform, COHORT, uplink)
+
+    def round(self, index: int = 0) -> Round:
+        key = random.fold(self.root, "round", index)
+        return Round(index, key, COHORT, len(SIZES), sum(SIZES))
+
+    def broadcast(self) -> Broadcast:
+        return self.method.broadcast(self.server(), self.round())
+
+    def shard(self, client: int, key: int) -> Shard:
+        rows = _rows(self.data.train[client][None], self.task.device, key)
+        return Shard(self.data.x, self.data.y, tree.take(rows, 0), True)
+
+    def client(self, broadcast: Broadcast) -> Tree:
+        key = random.as_key(random.fold(self.root, "client", 5), self.task.device)
+        return self.method.init_client(self.task.for_clients(), broadcast, self.start, key)
+
+    def reply(self, broadcast: Broadcast, client: Tree, key: int = 1, who: int = 5) -> Reply:
+        return self.method.client_update(self.task.for_clients(), broadcast, client, self.shard(who, key))
+
+    def play(self, engine: Engine) -> Iterator[Tree]:
+        """(server, clients' states, their models) after each round."""
+        training = self.training(engine)
+        ids = list(range(len(SIZES)))
+        server = self.server()
+        for closed in training.rounds(server, 0, ROUNDS):
+            server = closed.server
+            broadcast = training.broadcast(server, closed.round.index + 1)
+            states = training.federation.states(engine, broadcast, ids)
+            yield server, states, models(engine, training.federation, broadcast, ids, closed.round.index + 1)
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Dropout(0.25), nn.Linear(8, 3))
+
+
+def _rows(index: Any, device: torch.device, key: int) -> Rows:
+    n, width = index.shape
+    keys = random.fold(random.as_key(key, device), torch.arange(n, device=device))
+    sizes = torch.full((n,), width, device=device)
+    return Rows(torch.as_tensor(index, device=device), sizes, keys, keys)
+
+
+def _bits_differ(a: Tree, b: Tree) -> list[str]:
+    """Paths of leaves that are not bit-equal."""
+    left, right = tree.flatten(a), tree.flatten(b)
+    if left.keys() != right.keys():
+        return sorted(left.keys() ^ right.keys())
+
+    def equal(x: Any, y: Any) -> bool:
+        if not isinstance(x, Tensor):
+            return bool(x == y)
+        return torch.equal(x.view(torch.uint8) if x.dim() else x, y.view(torch.uint8) if y.dim() else y)
+
+    return [path for path in left if not equal(left[path], right[path])]
+
+
+def _distance(a: Tree, b: Tree) -> tuple[float, str]:
+    """The largest difference relative to its leaf, and that leaf's path."""
+    worst = (0.0, "")
+    right = tree.flatten(b)
+    for path, x in tree.flatten(a).items():
+        if isinstance(x, Tensor) and x.numel():
+            x, y = x.double(), right[path].double()
+            gap = float((x - y).abs().max() / y.abs().max().clamp(min=0.1))
+            worst = max(worst, (gap if gap == gap else float("inf"), path))
+    return worst
+
+
+def _runs(world: _World) -> Iterator[str]:
+    try:
+        for server, states, _ in world.play(Sequential(world.task.device)):
+            if not tree.finite((server, states), world.task.device):
+                yield "a state became NaN or infinite on clients of 0, 1, 4, 9, 17 and 25 examples"
+                return
+    except Exception as error:
+        open_task = dataclasses.replace(world, task=_Leaky(**_fields(world.task)))
+        try:
+            list(open_task.play(Sequential(world.task.device)))
+        except Exception:
+            yield _told(error)
+        else:
+            yield "a client reads task.proxy or task.prior: they are the server's own, clients get a task without"
+
+
+class _Leaky(Task):
+    """A task that hands clients the server's own data: only to tell who reads it."""
+
+    def for_clients(self) -> Task:
+        return self
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+def _static_fields(world: _World) -> Iterator[str]:
+    seen: dict[str, set[Any]] = {}
+    server = world.server()
+    for index in range(6):
+        for path, leaf in tree.flatten(world.method.broadcast(server, world.round(index))).items():
+            if isinstance(leaf, Tensor):
+                continue
+            if not isinstance(leaf, bool | int | str):
+                yield f"broadcast/{path} is a {type(leaf).__name__}: numbers that change are 0-d tensors"
+                return
+            seen.setdefault(path, set()).add(leaf)
+    for path, values in seen.items():
+        if len(values) > MOST_STATIC_VALUES:
+            yield f"broadcast/{path} takes a new Python value every round ({sorted(values)}): make it a 0-d tensor"
+    for path, leaf in tree.flatten(server).items():
+        if isinstance(leaf, float):
+            yield f"server/{path} is a Python float: make it a 0-d tensor"
+
+
+def _state_is_constant(world: _World) -> Iterator[str]:
+    broadcast = world.broadcast()
+    before = world.client(broadcast)
+    after = world.reply(broadcast, before).state
+    if not tree.same_structure(before, after):
+        yield "the reply's state has another structure than init_client's"
+        return
+    for path, a in tree.flatten(before).items():
+        b = tree.flatten(after)[path]
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            yield f"state/{path} is not a tensor"
+        elif a.shape != b.shape or a.dtype != b.dtype:
+            yield f"state/{path} changes from {tuple(a.shape)} {a.dtype} to {tuple(b.shape)} {b.dtype}"
+
+
+def _arguments_unchanged(world: _World) -> Iterator[str]:
+    broadcast = world.broadcast()
+    client = world.client(broadcast)
+    kept = tree.map(lambda v: v.clone() if isinstance(v, Tensor) else v, (broadcast, client))
+    world.reply(broadcast, client)
+    for path in _bits_differ(kept[0], broadcast):
+        yield f"client_update writes into broadcast/{path}, which every client shares"
+    for path in _bits_differ(kept[1], client):
+        yield f"client_update writes into its old state/{path}: return a new one"
+
+
+def _engines_agree(world: _World) -> Iterator[str]:
+    device = world.task.device
+    turns = zip(world.play(Sequential(device)), world.play(Vectorized(device, len(SIZES))), strict=True)
+    for index, (one, many) in enumerate(turns):
+        gap, path = _distance(one, many)
+        if gap > TOLERANCE:
+            yield (
+                f"sequential and vectorized differ by {gap:.1e} at {path} in round {index}: use local.loop for "
+                f"every loop over batches, keep counters in its carry, weigh examples by batch.weight, "
+                f"draw from batch.key"
+            )
+            return
+
+
+def _deterministic(world: _World) -> Iterator[str]:
+    broadcast = world.broadcast()
+    client = world.client(broadcast)
+    for path in _bits_differ(world.reply(broadcast, client)[:3], world.reply(broadcast, client)[:3]):
+        yield f"two equal calls of client_update differ at {path}: hidden state or a generator"
+        return
+
+
+def _rounds_differ(world: _World) -> Iterator[str]:
+    broadcast = world.broadcast()
+    client = world.client(broadcast)
+    one, other = (world.reply(broadcast, client, key)[:2] for key in (1, 2))
+    if tree.tensors(one[0]) and not _bits_differ(one, other):
+        yield "rounds with different keys give the same reply: draw orders and dropout from data.key"
+
+
+def _isolated(world: _World) -> Iterator[str]:
+    """Another client's NaN must not reach this one's reply."""
+    engine = Vectorized(world.task.device, len(SIZES))
+    poisoned = world.data.x.clone()
+    poisoned[world.data.train[5]] = torch.nan
+    states = []
+    for x in (world.data.x, poisoned):
+        training = world.training(engine, dataclasses.replace(world.data, x=x))
+        everyone = world.round()._replace(cohort_size=len(SIZES))
+        cohort = uniform(training.federation.data, everyone)
+        client_phase(engine, training.federation, world.broadcast(), cohort, everyone)
+        states.append(training.federation.states(engine, world.broadcast(), [0, 1, 2, 3, 4]))
+    for path in _bits_differ(*states):
+        yield f"client 5's data reaches the other clients' state/{path}"
+
+
+def _reply_as_specified(world: _World) -> Iterator[str]:
+    broadcast = world.broadcast()
+    shape = spec(world.method, world.task, broadcast, world.start, world.data.x, world.data.y)
+    update = world.reply(broadcast, world.client(broadcast)).update
+    wanted, got = tree.flatten(shape.update), tree.flatten(update)
+    if wanted.keys() != got.keys():
+        yield f"the update's leaves depend on data: {sorted(wanted.keys() ^ got.keys())}"
+        return
+    for path, leaf in got.items():
+        if leaf.shape != wanted[path].shape or not leaf.is_floating_point():
+            yield f"update/{path} is {tuple(leaf.shape)} {leaf.dtype}, expected floats of {tuple(wanted[path].shape)}"
+
+
+def _restorable(world: _World) -> Iterator[str]:
+    """A server that was saved and restored in the middle goes on bit for bit."""
+    engine = Sequential(world.task.device)
+
+    def end(save: bool) -> Tree:
+        training = world.training(engine)
+        server = world.server()
+        for closed in training.rounds(server, 0, 2):
+            server = closed.server
+        if save:
+            values = {path: torch.clone(v) if isinstance(v, Tensor) else v for path, v in tree.flatten(server).items()}
+            server = tree.restore(world.server(), values)
+        for closed in training.rounds(server, 2, ROUNDS):
+            server = closed.server
+        return server
+
+    for path in _bits_differ(end(False), end(True)):
+        yield f"server/{path} differs after a save and a restore: state outside the server's tree"
+
+
+class Count(NamedTuple):
+    rounds: Tensor
+    inner: Tree
+
+
+@dataclass(frozen=True)
+class _Probe(Wrapper):
+    """Counts in its client state how often the client took part, from 1000."""
+
+    inner: Method
+
+    def init_client(self, task: Task, broadcast: Broadcast, start: Params, key: Tensor) -> Count:
+        inner = self.inner.init_client(task, broadcast, start, key)
+        return Count(torch.full((), 1000.0, device=key.device), inner)
+
+    def client_update(self, task: Task, broadcast: Broadcast, client: Count, data: Shard) -> Reply:
+        reply = self.inner.client_update(task, broadcast, client.inner, data)
+        return reply._replace(state=Count(client.rounds + 1, reply.state), weight=data.size + 2)
+
+    def initial(self, task: Task, broadcast: Broadcast, client: Count) -> Params:
+        return self.inner.initial(task, broadcast, client.inner)
+
+    def personalize(self, task: Task, broadcast: Broadcast, client: Count, data: Shard) -> Params:
+        return self.inner.personalize(task, broadcast, client.inner, data)
+
+
+def _inner_is_kept(world: _World) -> Iterator[str]:
+    """A wrapper hands on its inner method's state and weight."""
+    for name, inner in inner_methods(world.method).items():
+        probe: Any = _Probe(inner)
+        probed = world.with_method(dataclasses.replace(world.method, **{name: probe}))  # type: ignore[type-var]
+        broadcast = probed.broadcast()
+        client = probed.client(broadcast)
+        reply = probed.reply(broadcast, client)
+        weight = float(reply.weight)
+        reply = probed.reply(broadcast, reply.state)
+        if not any(leaf.dim() == 0 and float(leaf) == 1002.0 for leaf in tree.tensors(reply.state)):
+            yield f"the state of {name} is lost: hand on reply.state of the inner method"
+        if weight != SIZES[5] + 2:
+            yield f"the weight of {name}'s reply is lost: start from reply._replace(...)"
+
+
+_RULES: dict[str, Callable[[_World], Iterator[str]]] = {
+    "runs": _runs,
+    "static fields": _static_fields,
+    "client state keeps its shape": _state_is_constant,
+    "arguments stay unchanged": _arguments_unchanged,
+    "reply as specified": _reply_as_specified,
+    "deterministic": _deterministic,
+    "rounds draw afresh": _rounds_differ,
+    "engines agree": _engines_agree,
+    "clients are isolated": _isolated,
+    "state can be restored": _restorable,
+    "wrappers keep the inner reply": _inner_is_kept,
+}

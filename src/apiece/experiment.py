@@ -1,0 +1,112 @@
+"""Experiment: one full description of a run, as a plain dataclass and as TOML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from apiece import catalog
+from apiece.errors import ApieceError, unknown
+from apiece.method import Method
+from apiece.settings import convert, to_toml
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What to run. Two runs of one experiment on one machine give the same files."""
+
+    method: str = "fedavg"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method; `lr` is short for `local.lr`
+    data: str = "digits"  # a dataset's name, or a path to your own
+    client_column: str = "client"
+    label_column: str = "label"
+    model: str = "mlp"
+    clients: int = 30
+    partition: str = "auto"  # natural clients where the data has them, else classes:4
+    partition_seed: int = 0
+    test: float = 0.25  # share of each client's examples held out
+    unseen: float = 0.2  # share of clients that never train
+    rounds: int = 50
+    cohort: int = 10
+    seed: int = 0
+    engine: str = AUTO
+    device: str = AUTO
+    chunk: int = 64  # clients per chunk at the most
+    store: str = AUTO  # client states: memory, mapped (on disk), or auto
+    evaluate_every: int = 10
+    checkpoint_every: int = 10
+    target: float = 0.8  # for the rounds-to-target figure
+    on_nan: str = "stop"  # or skip: drop such an update and count it
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("rounds", 1),
+            ("cohort", 1),
+            ("clients", 1),
+            ("chunk", 1),
+            ("evaluate_every", 1),
+            ("checkpoint_every", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ApieceError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name, options in (
+            ("on_nan", ("stop", "skip")),
+            ("store", (AUTO, "memory", "mapped")),
+            ("engine", (AUTO, "sequential", "vectorized")),
+        ):
+            if getattr(self, name) not in options:
+                raise unknown(name, getattr(self, name), options)
+
+    @property
+    def id(self) -> str:
+        """The run's id: a hash of everything above."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def build_method(self) -> Method:
+        return catalog.build(self.method, self.settings)
+
+    def resolved(self, seen_clients: int) -> Experiment:
+        """This experiment with every setting written out, whatever the defaults become later."""
+        settings = dict(self.settings)
+        if self.method == "local" and "epochs" not in settings.get("personal", {}):
+            local = self.build_method().local
+            average = round(self.rounds * self.cohort / seen_clients * local.epochs)
+            settings["personal"] = {**settings.get("personal", {}), "epochs": max(1, average)}
+        method = catalog.build(self.method, settings)
+        return replace(self, settings=catalog.settings_of(method))
+
+    def to_toml(self) -> str:
+        return to_toml(asdict(self)) + "\n"
+
+
+def from_table(table: Mapping[str, Any], base: Experiment | None = None) -> Experiment:
+    """An experiment from plain values, checked; what is absent comes from `base` or the defaults."""
+    hints = get_type_hints(Experiment)
+    for key in table:
+        if key not in hints:
+            raise unknown("key of an experiment", key, hints)
+    values = {
+        key: dict(value) if key == "settings" else convert(value, hints[key], key) for key, value in table.items()
+    }
+    return replace(base or Experiment(), **values)
+
+
+def read(path: Path, base: Experiment | None = None) -> Experiment:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ApieceError(f"no experiment file {path}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ApieceError(f"{path} is not valid TOML: {error}") from error
+    return from_table(table, base)
+
+
+KEYS = tuple(f.name for f in fields(Experiment))

@@ -1,0 +1,64 @@
+"""Objects by name: `package.module:attribute` or `path/to/file.py:attribute`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from apiece import random
+from apiece.errors import ApieceError, unknown
+
+
+def import_object(spec: str, kind: str) -> Any:
+    """What `spec` names; `kind` says in error messages what it was to be.
+
+    The current folder comes first on sys.path, as with `python -m`, and stays there for later imports.
+    """
+    source, _, attribute = spec.rpartition(":")
+    if not source or not attribute:
+        raise ApieceError(f"{kind} {spec!r}: write package.module:name or path/to/file.py:name")
+    try:
+        module = _import(source)
+    except Exception as error:  # whatever the module's own code raises
+        reason = f"{type(error).__name__}: {error}"
+        raise ApieceError(f"cannot import {source!r} for the {kind} {spec!r}: {reason}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
+        raise unknown(f"{kind} in {source}", attribute, public) from None
+
+
+def _import(source: str) -> ModuleType:
+    _search(Path.cwd())
+    if source.endswith(".py"):
+        return _import_file(Path(source).resolve())
+    return importlib.import_module(source)
+
+
+def _search(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The module of a file, run once, under a name that no other file has; it finds its neighbours."""
+    name = f"{path.stem}_{random.fold(0, str(path)) % 2**32:08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _search(path.parent)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,52 @@
+"""A small convolutional network."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import nn
+
+from apiece.errors import ApieceError
+
+
+def cnn(
+    input_shape: tuple[int, ...], classes: int, channels: Sequence[int] = (16, 32), dense: int = 64
+) -> nn.Module:
+    """3x3 convolutions, each with ReLU and 2x2 max-pooling, then a dense layer and one score per class."""
+    if any(size < 1 for size in (*channels, dense)):
+        raise ApieceError(f"cnn needs layers of at least 1 unit, got channels={channels}, dense={dense}")
+    incoming, height, width = image = image_shape(input_shape)
+    pooling = 2 ** len(channels)
+    if min(height, width) < pooling:
+        raise ApieceError(
+            f"cnn halves the image {len(channels)} times: it needs at least {pooling}x{pooling} pixels, "
+            f"got {height}x{width}"
+        )
+    layers: OrderedDict[str, nn.Module] = OrderedDict(rows=nn.Flatten(), image=nn.Unflatten(1, image))
+    for i, outgoing in enumerate(channels, 1):
+        layers[f"conv{i}"] = nn.Conv2d(incoming, outgoing, kernel_size=3, padding=1)
+        layers[f"relu{i}"] = nn.ReLU()
+        layers[f"pool{i}"] = nn.MaxPool2d(2)
+        incoming = outgoing
+    layers["flatten"] = nn.Flatten()
+    layers["dense"] = nn.Linear(incoming * (height // pooling) * (width // pooling), dense)
+    layers["relu"] = nn.ReLU()
+    layers["head"] = nn.Linear(dense, classes)
+    return nn.Sequential(layers)
+
+
+def image_shape(input_shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(channels, height, width) of inputs of shape (C, H, W), (H, W) or (side²,)."""
+    match input_shape:
+        case (channels, height, width):
+            return channels, height, width
+        case (height, width):
+            return 1, height, width
+        case (pixels,) if math.isqrt(pixels) ** 2 == pixels:
+            return 1, math.isqrt(pixels), math.isqrt(pixels)
+    raise ApieceError(
+        f"cnn needs images: inputs of shape (channels, height, width) or (height, width), or a flat square "
+        f"such as 64 for 8x8; got {input_shape}. For other inputs use mlp"
+    )

@@ -1,0 +1,152 @@
+"""Record: what a run leaves in its folder, so that it can be read, reported and resumed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from apiece import checkpoint, folder as files
+from apiece.data.federated import Federated
+from apiece.evaluate import Group, Pair
+from apiece.method import Server
+from apiece.store import Store
+from apiece.train import Closed
+
+GROUPS = ("seen", "unseen")
+SCORES = ("initial", "personalized")
+SCORE_COLUMNS = tuple(
+    name
+    for group in GROUPS
+    for name in (
+        *(f"{group}_{score}_{figure}" for score in SCORES for figure in ("mean", "weighted", "std", "worst10")),
+        f"{group}_harmed",
+    )
+)
+CLIENT_COLUMNS = ("client", "seen", "test", "metric", "n_train", "n_test", "initial", "personalized")
+
+Groups = dict[str, Group | None]
+
+
+class Record:
+    """The logs of one run; without a folder it only counts."""
+
+    def __init__(self, folder: Path | None, run_id: str, metrics: Sequence[str], target: float) -> None:
+        self.folder = folder
+        self.run_id = run_id
+        self.target = target
+        self._metrics = tuple(metrics)
+        self._totals: dict[str, Any] = {"bytes_up": 0, "bytes_down": 0, "skipped": 0, "seconds": 0.0}
+        self._reached: dict[str, int | None] = {f"{g}_{s}": None for g in GROUPS for s in SCORES}
+        self._clock = time.perf_counter()
+        self._logs: dict[str, files.Log] = {}
+        if folder is not None:
+            counts = ("round", "replies", "skipped", "bytes_up", "bytes_down")
+            columns = (*counts, *(f"client_{m}" for m in metrics), *SCORE_COLUMNS, "seconds")
+            self._logs = {
+                "rounds": files.Log(folder / "rounds.csv", columns),
+                "cohorts": files.Log(folder / "cohorts.csv", ("round", "client")),
+            }
+
+    def open(self, template: Server, device: Any) -> tuple[int, Server]:
+        """(rounds done, server state): of the last checkpoint, or the beginning."""
+        found = None
+        if self.folder is not None:
+            found = checkpoint.read(self.folder / "checkpoint", self.run_id, template, device)
+        if found is not None:
+            self._totals = found.log["totals"]
+            self._reached = found.log["reached"]
+        for name, log in self._logs.items():
+            log.open(found.log["lengths"][name] if found is not None else 0)
+        self._clock = time.perf_counter()
+        return (found.round, found.server) if found is not None else (0, template)
+
+    def rounds(self, closed: Sequence[Closed], groups: Groups | None) -> None:
+        """Log rounds that are over; `groups` are the scores after the last of them, if measured."""
+        seconds = self._lap() / max(len(closed), 1)
+        rows = []
+        for done in closed:
+            replies = int(done.finite.sum())
+            counts = (replies, len(done.ids) - replies, done.bytes_up, done.bytes_down)
+            for total, amount in zip(("skipped", "bytes_up", "bytes_down"), counts[1:], strict=True):
+                self._totals[total] += amount
+            metrics = tuple(float(done.metrics[name]) for name in self._metrics)
+            scores = _scores(groups if done is closed[-1] else None)
+            rows.append((done.round.index + 1, *counts, *metrics, *scores, f"{seconds:.4f}"))
+        self._append("rounds", rows)
+        self._append("cohorts", [(done.round.index, client) for done in closed for client in done.ids])
+        if groups is not None:
+            self._note_targets(closed[-1].round.index + 1, groups)
+
+    def beginning(self, groups: Groups) -> None:
+        """Log the scores before round 0."""
+        blank = ("",) * len(self._metrics)
+        self._append("rounds", [(0, 0, 0, 0, 0, *blank, *_scores(groups), f"{self._lap():.4f}")])
+        self._note_targets(0, groups)
+
+    def clients(self, data: Federated, pairs: dict[str, Pair]) -> None:
+        """One row per client and metric: the latest scores."""
+        if self.folder is None:
+            return
+        n_train, n_test = data.train.sizes.tolist(), data.test.sizes.tolist()
+        rows = [
+            (i, int(data.seen[i]), "test", metric, n_train[i], n_test[i], pair.initial[i], pair.personalized[i])
+            for metric, pair in pairs.items()
+            for i in range(data.population)
+        ]
+        files.write_csv(self.folder / "clients.csv", CLIENT_COLUMNS, rows)
+
+    def checkpoint(self, round: int, server: Server, store: Store) -> None:
+        """From here a resumed run goes on."""
+        if self.folder is None:
+            return
+        log = {
+            "totals": self._totals,
+            "reached": self._reached,
+            "lengths": {name: file.length() for name, file in self._logs.items()},
+        }
+        store.commit(round)
+        checkpoint.write(self.folder / "checkpoint", self.run_id, checkpoint.Checkpoint(round, server, log))
+
+    def summary(self, facts: dict[str, Any], groups: Groups) -> dict[str, Any]:
+        """The run in figures; writing it ends the run."""
+        self._lap()
+        figures = {name: group._asdict() if group else None for name, group in groups.items()}
+        reached = {"target": self.target, "rounds_to_target": self._reached}
+        summary = {**facts, **self._totals, **reached, **figures}
+        if self.folder is not None:
+            files.write_json(self.folder / "summary.json", summary)
+        return summary
+
+    def _append(self, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        if self._logs:
+            self._logs[name].append(rows)
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        lap, self._clock = now - self._clock, now
+        self._totals["seconds"] += lap
+        return lap
+
+    def _note_targets(self, round: int, groups: Groups) -> None:
+        for name, group in groups.items():
+            for score in SCORES:
+                key = f"{name}_{score}"
+                if group is not None and self._reached[key] is None and getattr(group, score) >= self.target:
+                    self._reached[key] = round
+
+
+def _scores(groups: Groups | None) -> tuple[Any, ...]:
+    """The cells of SCORE_COLUMNS."""
+    cells: list[Any] = []
+    for name in GROUPS:
+        group = groups[name] if groups is not None else None
+        if group is None:
+            cells += [""] * 9
+            continue
+        for score in SCORES:
+            figures = (score, f"{score}_weighted", f"{score}_std", f"{score}_worst10")
+            cells += [getattr(group, figure) for figure in figures]
+        cells.append(group.harmed)
+    return tuple(cells)

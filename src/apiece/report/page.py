@@ -1,0 +1,646 @@
+"""One self-contained HTML page about one or many runs: opens offline, asks the network for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import shlex
+from collections.abc import Sequence
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from apiece.report import plots, results
+from apiece.report.results import GROUPS, SCORES, Group, Run, Scores, Stat, TableRow, cell
+
+OVERLAID = plots.COLOURS  # methods in one panel of learning curves at most; more get a panel each
+PARTITIONS = 3  # drawn at most
+FACTS = ("data", "model", "partition", "clients", "unseen", "cohort", "rounds", "target")
+
+
+class Story(NamedTuple):
+    """All that the page is about."""
+
+    groups: list[Group]
+    rows: list[TableRow]
+    metric: str
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for group in self.groups for run in group.runs]
+
+
+def write(folders: Sequence[Path], output: Path, command: str = "") -> Path:
+    """Write the page about `folders` to `output`; `command` is what the reader is told made it."""
+    unique = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(html([results.load(folder) for folder in unique], command), encoding="utf-8")
+    return output
+
+
+def html(runs: Sequence[Run], command: str = "") -> str:
+    groups = results.groups(runs)
+    story = Story(groups, [results.row(group) for group in groups], results.metric(runs))
+    heading = title(story)
+    body = "".join(
+        [
+            _header(heading, story),
+            _glance(story),
+            _table(story),
+            _curves(story),
+            _clients(story),
+            _partitions(story),
+            _traffic(story),
+            _experiments(story),
+            _footer(story, command),
+        ]
+    )
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(heading)} · Apiece</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def title(story: Story) -> str:
+    methods = list(dict.fromkeys(row.method for row in story.rows))
+    data = sorted({str(run.experiment["data"]) for run in story.runs if "data" in run.experiment})
+    what = methods[0] if len(methods) == 1 else f"{len(methods)} methods"
+    return f"{what} on {', '.join(data)}" if data else what
+
+
+def headline(rows: Sequence[TableRow], metric: str) -> list[str]:
+    """What the numbers say, a sentence each, and how far they can be trusted."""
+    told = [sentence for group in ("unseen", "seen") if (sentence := _lead(rows, group, metric))]
+    if not told:
+        return ["No run has finished yet: there are no results to speak of."]
+    seeds = {len(row.seeds) for row in rows if row.seeds}
+    if seeds == {1}:
+        told.append("One seed: by how much chance moves these numbers is not known.")
+    elif 1 in seeds:
+        told.append(
+            "Some methods ran with one seed only: by how much chance moves their numbers is not known."
+        )
+    return told
+
+
+def compare(better: Stat, worse: Stat) -> str:
+    """The gap in points, and whether it is larger than one standard deviation of the difference."""
+    gap = 100 * ((better.mean or 0.0) - (worse.mean or 0.0))
+    if better.std is None or worse.std is None:
+        return f"{gap:.1f} points"
+    noise = 100 * math.hypot(better.std, worse.std)
+    return f"{gap:.1f} points" + (
+        f", within one std of the difference ({noise:.1f})" if abs(gap) <= noise else ""
+    )
+
+
+def _lead(rows: Sequence[TableRow], group: str, metric: str) -> str:
+    scored = [(row, scores) for row in rows if (scores := _scores(row, group)).personalized.mean is not None]
+    if not scored:
+        return ""
+    ranked = sorted(scored, key=lambda pair: -(pair[1].personalized.mean or 0.0))
+    (best, scores), others = ranked[0], ranked[1:]
+    gain = _gain(scores)
+    if not others:
+        return (
+            f"On {group} clients {best.label} reaches {cell(*scores.personalized)} % {metric} "
+            f"once personalized{f', {gain}' if gain else ''}."
+        )
+    second, behind = others[0]
+    gap = compare(scores.personalized, behind.personalized)
+    return (
+        f"On {group} clients {best.label} has the best personalized {metric}, "
+        f"{cell(*scores.personalized)} %{f', {gain}' if gain else ''}; next is {second.label} "
+        f"with {cell(*behind.personalized)} %, behind by {gap}."
+    )
+
+
+def _gain(scores: Scores) -> str:
+    if scores.initial.mean is None or scores.personalized.mean is None:
+        return ""
+    if scores.personalized.mean >= scores.initial.mean:
+        return (
+            f"above its initial {cell(*scores.initial)} % by {compare(scores.personalized, scores.initial)}"
+        )
+    return f"below its initial {cell(*scores.initial)} % by {compare(scores.initial, scores.personalized)}"
+
+
+def _scores(row: TableRow, group: str) -> Scores:
+    return row.seen if group == "seen" else row.unseen
+
+
+def _header(heading: str, story: Story) -> str:
+    first, *rest = headline(story.rows, story.metric)
+    more = f'<p class="sub">{_prose(" ".join(rest))}</p>' if rest else ""
+    notes = "".join(f'<p class="note">{note}</p>' for note in _notes(story))
+    return (
+        f'<header><p class="brand">Apiece <span>run report</span></p><h1>{escape(heading)}</h1>'
+        f'<p class="lead">{_prose(first)}</p>{more}{notes}{_facts(story)}</header>\n'
+    )
+
+
+def _prose(text: str) -> str:
+    """Numbers stay on one line with their ± and %."""
+    return escape(text).replace(" ± ", "&nbsp;±&nbsp;").replace(" %", "&nbsp;%")
+
+
+def _notes(story: Story) -> list[str]:
+    notes = []
+    unfinished = [run for run in story.runs if not run.finished]
+    if unfinished:
+        names = ", ".join(f"<code>{escape(str(run.folder))}</code>" for run in unfinished)
+        notes.append(
+            f"<b>{len(unfinished)} of {len(story.runs)} runs unfinished</b>, in the curves (dotted) but not "
+            f"in the table: {names}."
+        )
+    differing = results.differing(story.runs)
+    if differing:
+        what = "; ".join(f"{name} ({', '.join(values)})" for name, values in differing.items())
+        notes.append(f"<b>Not only method and seed differ</b> between these runs, also: {escape(what)}.")
+    return notes
+
+
+def _facts(story: Story) -> str:
+    first = results.flat(story.runs[0].experiment)
+    differing = results.differing(story.runs)
+    facts = [(name, str(first[name])) for name in FACTS if name in first and name not in differing]
+    seeds = sorted({str(run.seed) for run in story.runs if run.seed is not None})
+    facts.append(("seeds", ", ".join(seeds) if len(seeds) <= 6 else str(len(seeds))))
+    items = "".join(f"<div><dt>{escape(n)}</dt><dd>{escape(v)}</dd></div>" for n, v in facts if v)
+    return f'<dl class="facts">{items}</dl>'
+
+
+def _section(name: str, text: str, figures: str) -> str:
+    return f'<section><h2>{name}</h2><p class="about">{text}</p>{figures}</section>\n'
+
+
+def _figure(panels: Sequence[tuple[str, str]], label: str, kind: str, legend: str = "") -> str:
+    """Panels of (caption as HTML, SVG), side by side where there is room."""
+    cells = "".join(f'<div class="panel"><h3>{caption}</h3>{svg}</div>' for caption, svg in panels)
+    return f'<figure aria-label="{escape(label)}">{legend}<div class="panels {kind}">{cells}</div></figure>'
+
+
+def _legend(story: Story) -> str:
+    if len(story.rows) == 1:
+        return ""
+    items = (f"<li>{plots.swatch(i)}{escape(row.label)}</li>" for i, row in enumerate(story.rows))
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _glance(story: Story) -> str:
+    panels = []
+    stats = [s for row in story.rows for g in GROUPS for s in _scores(row, g)[:2] if s.mean is not None]
+    if not stats:
+        return ""
+    limits = plots.spread(
+        min(max((s.mean or 0.0) + sign * (s.std or 0.0), 0.0), 1.0) for s in stats for sign in (-1, 1)
+    )
+    for group in GROUPS:
+        scored = [
+            (i, row.label, _scores(row, group).initial, _scores(row, group).personalized)
+            for i, row in enumerate(story.rows)
+            if _scores(row, group).personalized.mean is not None
+        ]
+        if scored:
+            words = "; ".join(f"{label}: {cell(*a)} to {cell(*b)} %" for _, label, a, b in scored)
+            aria = f"{story.metric} on {group} clients, initial to personalized. {words}"
+            panels.append((f"{group.capitalize()} clients", plots.glance(scored, limits, aria)))
+    spread = ", whiskers one standard deviation over seeds" if any(s.std for s in stats) else ""
+    return _section(
+        "At a glance",
+        f"{story.metric.capitalize()} in percent, mean over clients: hollow before personalization "
+        f"(initial), full after it (personalized){spread}.",
+        _figure(panels, "Initial and personalized scores by method", "two"),
+    )
+
+
+def _table(story: Story) -> str:
+    columns = results.columns(story.rows)
+    spans = [
+        (group, sum(c.group == group for c in columns)) for group in dict.fromkeys(c.group for c in columns)
+    ]
+    top = "".join(
+        f'<th colspan="{n}" scope="colgroup"><span>{escape(group)}</span></th>' for group, n in spans
+    )
+    firsts = [i for i, c in enumerate(columns) if i == 0 or columns[i - 1].group != c.group]
+    heads = "".join(
+        f'<th scope="col"{_first(i in firsts)}>{escape(c.name)}</th>' for i, c in enumerate(columns)
+    )
+    lines = []
+    for r, row in enumerate(story.rows):
+        cells = "".join(
+            f"<td{_first(i in firsts)}{_value(c.stats[r])}>{_strong(_small(c.cells[r]), r in c.best)}</td>"
+            for i, c in enumerate(columns)
+        )
+        lines.append(f'<tr><th scope="row" data-v="{escape(row.label)}">{_name(r, row)}</th>{cells}</tr>')
+    several = any(len(row.seeds) > 1 for row in story.rows)
+    spread = " ± the sample standard deviation over seeds" if several else ""
+    bold = "; the best of each column is bold" if len(story.rows) > 1 else ""
+    return _section(
+        "Results",
+        f"{story.metric.capitalize()} after the last round, mean over clients{spread}{bold}. "
+        "<i>Worst 10 %</i>: personalized, over the worst tenth of the clients. <i>Harmed</i>: the share of "
+        "clients that personalization made worse.",
+        '<div class="scroll" tabindex="0" role="region" aria-label="Table of results"><table>'
+        f'<thead><tr><td></td>{top}</tr><tr><th scope="col">method</th>{heads}</tr>'
+        f"</thead><tbody>{''.join(lines)}</tbody></table></div>",
+    )
+
+
+def _name(index: int, row: TableRow) -> str:
+    state = f'<span class="tag">{row.unfinished} unfinished</span>' if row.unfinished else ""
+    seeds = f"<small>{_plural(len(row.seeds), 'seed')}{state}</small>"
+    return f'<span class="name">{plots.swatch(index)}<span>{escape(row.label)}{seeds}</span></span>'
+
+
+def _first(first: bool) -> str:
+    return ' class="first"' if first else ""
+
+
+def _value(stat: Stat) -> str:
+    return "" if stat.mean is None else f' data-v="{stat.mean!r}"'
+
+
+def _small(text: str) -> str:
+    """A cell in two lines: the mean with its unit, the deviation under it."""
+    mean, sign, rest = text.partition(" ± ")
+    std, _, unit = rest.partition(" ")
+    return f"{f'{mean} {unit}'.strip()}<small>± {std}</small>" if sign else mean
+
+
+def _strong(text: str, best: bool) -> str:
+    return f"<b>{text}</b>" if best else text
+
+
+def _series(story: Story, column: str) -> list[plots.Series]:
+    return [
+        plots.Series(
+            i,
+            group.label,
+            results.curve(group.finished, column),
+            tuple(results.curve([run], column) for run in group.unfinished),
+        )
+        for i, group in enumerate(story.groups)
+    ]
+
+
+def _drawn(series: Sequence[plots.Series]) -> bool:
+    return any(curve.rounds for s in series for curve in (s.mean, *s.unfinished))
+
+
+def _curves(story: Story) -> str:
+    drawn = {(g, s): _series(story, f"{g}_{s}_mean") for g in GROUPS for s in SCORES}
+    limits = plots.curves_range(s for series in drawn.values() for s in series)
+    if limits is None:
+        return ""
+    figures = _overlaid(story, drawn, limits) if len(story.rows) <= OVERLAID else _apart(story, drawn, limits)
+    longest = max(len(curve.rounds) for ss in drawn.values() for s in ss for curve in (s.mean, *s.unfinished))
+    thinned = f" Of long runs about {plots.POINTS} rounds are drawn." if longest > plots.POINTS else ""
+    several = any(len(group.finished) > 1 for group in story.groups)
+    what = ", mean over seeds with a band of ± one standard deviation" if several else ""
+    dotted = " Dotted: an unfinished run." if any(group.unfinished for group in story.groups) else ""
+    return _section(
+        "Learning curves",
+        f"{story.metric.capitalize()} in percent against rounds{what}; round 0 is before training."
+        f"{dotted}{thinned}",
+        figures,
+    )
+
+
+Drawn = dict[tuple[str, str], list[plots.Series]]
+Limits = tuple[tuple[float, float], int]
+
+
+def _overlaid(story: Story, drawn: Drawn, limits: Limits) -> str:
+    panels = []
+    for (group, score), series in drawn.items():
+        if _drawn(series):
+            aria = f"{score} {story.metric} on {group} clients over rounds. {_ends(series)}"
+            caption = f"{group.capitalize()} clients, <b>{score}</b>"
+            panels.append((caption, plots.curves(series, limits, aria)))
+    return _figure(panels, "Learning curves", "two", _legend(story))
+
+
+def _apart(story: Story, drawn: Drawn, limits: Limits) -> str:
+    figures = []
+    for group in GROUPS:
+        if not _drawn(drawn[group, "personalized"] + drawn[group, "initial"]):
+            continue
+        panels = []
+        for i, row in enumerate(story.rows):
+            own = [drawn[group, score][i] for score in ("personalized", "initial")]
+            others = [s.mean for j, s in enumerate(drawn[group, "personalized"]) if j != i]
+            aria = f"{row.label} on {group} clients, {story.metric} over rounds. {_ends(own)}"
+            panels.append((escape(row.label), plots.curves(own, limits, aria, others)))
+        figures.append(
+            f'<h3 class="block">{group.capitalize()} clients</h3><p class="about">Solid: personalized. '
+            "Dashed: initial. Grey: the other methods, personalized.</p>"
+            + _figure(panels, f"Learning curves on {group} clients", "many lines")
+        )
+    return "".join(figures)
+
+
+def _ends(series: Sequence[plots.Series]) -> str:
+    return "; ".join(f"{s.label} ends at {cell(s.mean.means[-1])} %" for s in series if s.mean.rounds)
+
+
+def _clients(story: Story) -> str:
+    panels = []
+    scored = [
+        [c for run in group.finished for c in run.clients if None not in (c.initial, c.personalized)]
+        for group in story.groups
+    ]
+    values = [v for clients in scored for c in clients for v in (c.initial, c.personalized) if v is not None]
+    if not values:
+        return ""
+    limits = plots.spread(values)
+    for i, (group, clients) in enumerate(zip(story.groups, scored, strict=True)):
+        if not clients:
+            continue
+        harmed = sum(c.harmed for c in clients)
+        words = f"{harmed} of {len(clients)} harmed ({100 * harmed / len(clients):.1f} %)"
+        aria = f"{group.label}: each client's personalized against its initial {story.metric}; {words}"
+        caption = f"{escape(group.label)} <small>{words}</small>"
+        panels.append((caption, plots.scatter(clients, i, limits, aria)))
+    several = any(len(group.finished) > 1 for group in story.groups)
+    each = "one mark per client and seed" if several else "one mark per client"
+    unseen = any(not c.seen for clients in scored for c in clients)
+    marks = "Dots: seen clients; diamonds: unseen ones; larger" if unseen else "Larger"
+    return _section(
+        "Client by client",
+        f"Personalized {story.metric} (up) against initial (across), {each}. On the diagonal personalization "
+        f"changed nothing, below it the client was harmed. {marks} where several coincide.",
+        _figure(panels, "Initial and personalized score of each client", "many"),
+    )
+
+
+def _partitions(story: Story) -> str:
+    found: dict[tuple[results.Count, ...], list[str]] = {}
+    for group in story.groups:
+        for run in group.runs:
+            if run.partition and group.label not in (labels := found.setdefault(run.partition, [])):
+                labels.append(group.label)
+    if not found:
+        return ""
+    pictures = []
+    for counts, labels in list(found.items())[:PARTITIONS]:
+        part = plots.choose(counts)
+        everyone = {c.client: c.seen for c in counts}
+        unseen = len(everyone) - sum(everyone.values())
+        aria = f"Which classes each of {len(everyone)} clients holds, {unseen} of them unseen"
+        whose = f"<b>{escape(', '.join(labels))}.</b> " if len(found) > 1 else ""
+        rule = f" To stay readable, {part.rule}." if part.rule else ""
+        pictures.append(
+            f'<figure aria-label="{aria}"><figcaption>{whose}{_plural(len(everyone), "client")}, '
+            f"{unseen} of them unseen; the largest dot is {_plural(part.most, 'example')}.{rule}</figcaption>"
+            f'<div class="scroll" tabindex="0" role="region" aria-label="Partition">'
+            f"{plots.partition(part, aria)}</div></figure>"
+        )
+    left = len(found) - PARTITIONS
+    more = f" {left} further partitions are not drawn." if left > 0 else ""
+    return _section(
+        "Who holds what",
+        "The partition: the area of a dot is the number of training examples of one class (down) that a "
+        "client (across) holds; hollow for unseen clients. Bars: all its examples, strong to train, pale to "
+        "test."
+        f"{more}",
+        "".join(pictures),
+    )
+
+
+def _traffic(story: Story) -> str:
+    panels = []
+    means = [s.mean for row in story.rows for s in (row.bytes_up, row.bytes_down) if s.mean is not None]
+    if not means:
+        return ""
+    for name, amounts in (
+        ("Up: clients to server", [row.bytes_up for row in story.rows]),
+        ("Down: server to clients", [row.bytes_down for row in story.rows]),
+    ):
+        rows = [(i, story.rows[i].label, stat) for i, stat in enumerate(amounts) if stat.mean is not None]
+        words = "; ".join(f"{label} {results.size(*stat)}" for _, label, stat in rows)
+        panels.append((name, plots.bars(rows, max(means), f"{name}. {words}")))
+    return _section(
+        "Traffic",
+        "All bytes of a run between the server and its cohorts, mean over seeds.",
+        _figure(panels, "Bytes up and down by method", "two"),
+    )
+
+
+def _experiments(story: Story) -> str:
+    blocks = []
+    for i, group in enumerate(story.groups):
+        first, *others = group.runs
+        seeds = ", ".join(str(run.seed) for run in group.runs)
+        also = (
+            f"<p>The other {_plural(len(others), 'run')} differ in <code>seed</code> only.</p>"
+            if others
+            else ""
+        )
+        commands = "\n".join(_again(run) for run in group.runs)
+        states = "".join(
+            f"<li><code>{escape(str(run.folder))}</code>, seed {escape(str(run.seed))}: {_state(run)}</li>"
+            for run in group.runs
+        )
+        blocks.append(
+            f"<details><summary>{plots.swatch(i)}<b>{escape(group.label)}</b> "
+            f"<span>seeds {escape(seeds)}</span></summary><ul>{states}</ul>"
+            f"<p>To run it again:</p><pre>{escape(commands)}</pre>"
+            f"<p><code>{escape(str(first.folder / 'experiment.toml'))}</code></p>"
+            f"<pre>{escape(first.toml.strip())}</pre>{also}</details>"
+        )
+    return _section(
+        "The experiments", "Everything a run depends on, as its folder tells it.", "".join(blocks)
+    )
+
+
+def _again(run: Run) -> str:
+    return f"apiece run {shlex.quote(str(run.folder / 'experiment.toml'))} --out DIR"
+
+
+def _state(run: Run) -> str:
+    if run.summary is None:
+        last = int(run.rounds[-1]["round"] or 0) if run.rounds else 0
+        return f"unfinished, {_plural(last, 'round')} done"
+    summary = run.summary
+    where = " on ".join(str(summary[name]) for name in ("engine", "device") if name in summary)
+    rounds = f"{summary.get('rounds', '?')} rounds in {results.duration(summary.get('seconds'))}"
+    return escape(f"{rounds}{f', {where}' if where else ''}")
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+def _footer(story: Story, command: str) -> str:
+    made = f"<pre>{escape(command)}</pre>" if command else ""
+    return (
+        f"<footer><p>Made by apiece {escape(version('apiece'))} from the files of "
+        f"{_plural(len(story.runs), 'run folder')}.</p>{made}</footer>\n"
+    )
+
+
+STYLE = """
+:root {
+  --bg: #fcfcfb; --ink: #1b1f24; --soft: #5b6470; --rule: #e6e8eb; --shade: #f1f3f5;
+  --note: #fff6e0; --edge: #d99a1c;
+  --c0: #0072b2; --c1: #d55e00; --c2: #008f68; --c3: #b5478f; --c4: #a87900; --c5: #5546b5; --c6: #5c6670;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --bg: #14171b; --ink: #e9ecef; --soft: #a2abb5; --rule: #30363d; --shade: #22272d;
+    --note: #2e2818; --edge: #c99a3a;
+    --c0: #5ab4ec; --c1: #ff8d47; --c2: #2fcaa0; --c3: #ea97cb; --c4: #e8bf4d; --c5: #a99dff; --c6: #b4bcc5;
+  }
+}
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; }
+body {
+  margin: 0; background: var(--bg); color: var(--ink); overflow-wrap: break-word;
+  font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+}
+main { max-width: 1160px; margin: 0 auto; padding: 56px 40px 40px; }
+.brand { margin: 0 0 28px; font-weight: 650; }
+.brand span { color: var(--soft); font-weight: 400; }
+h1 { font-size: clamp(30px, 5vw, 46px); line-height: 1.12; letter-spacing: -.022em; margin: 0 0 20px; }
+h1, h3, .note, dd, summary { overflow-wrap: anywhere; }
+h2 { font-size: 24px; line-height: 1.25; letter-spacing: -.012em; margin: 0 0 6px; font-weight: 650; }
+h3 { font-size: 15px; line-height: 1.4; margin: 0 0 8px; font-weight: 500; }
+h3 b { font-weight: 650; }
+h3 small { display: block; color: var(--soft); font-size: 13px; font-weight: 400; }
+h3.block { font-size: 18px; font-weight: 650; margin-top: 32px; }
+.lead { font-size: clamp(18px, 2.2vw, 21px); line-height: 1.5; max-width: 46em; margin: 0 0 12px; }
+.sub { color: var(--soft); font-size: 17px; line-height: 1.55; max-width: 52em; margin: 0 0 12px; }
+.note {
+  background: var(--note); border-left: 3px solid var(--edge); border-radius: 0 8px 8px 0;
+  padding: 10px 16px; margin: 14px 0; max-width: 56em; font-size: 15px;
+}
+.facts { display: flex; flex-wrap: wrap; gap: 14px 36px; margin: 28px 0 0; padding: 18px 0 0; }
+.facts { border-top: 1px solid var(--rule); }
+.facts dt { color: var(--soft); font-size: 13px; }
+.facts dd { margin: 0; font-weight: 550; font-variant-numeric: tabular-nums; }
+section { margin-top: 64px; }
+.about { color: var(--soft); max-width: 52em; margin: 0 0 22px; font-size: 15px; }
+.about i { color: var(--ink); font-style: normal; font-weight: 550; }
+footer { margin-top: 72px; color: var(--soft); font-size: 14px; }
+
+figure { margin: 0 0 32px; }
+figcaption { font-size: 15px; margin-bottom: 10px; }
+.panels { display: grid; gap: 28px 36px; }
+.panel { min-width: 0; }
+.two { grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); }
+.many { grid-template-columns: repeat(auto-fill, minmax(min(100%, 280px), 1fr)); align-items: end; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 24px; margin: 0 0 18px; padding: 0; }
+.legend { font-size: 15px; }
+.swatch { flex: none; display: inline-block; vertical-align: -1px; margin-right: 8px; }
+svg { display: block; overflow: visible; }
+.panel svg { width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
+.two svg text { font-size: 11px; }
+.lines svg text { font-size: 14px; }
+svg text.name, svg text.value { fill: var(--ink); font-size: 12px; }
+svg path { fill: none; }
+.s0 { --c: var(--c0); } .s1 { --c: var(--c1); } .s2 { --c: var(--c2); } .s3 { --c: var(--c3); }
+.s4 { --c: var(--c4); } .s5 { --c: var(--c5); } .s6 { --c: var(--c6); } .ink { --c: var(--soft); }
+.grid { stroke: var(--rule); }
+.line { stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.thick { stroke-width: 5; opacity: .35; }
+.dashed { stroke-dasharray: 5 5; }
+.dotted { stroke-dasharray: .1 5; stroke-width: 2.4; }
+.other { stroke: var(--soft); opacity: .3; }
+svg .band { fill: var(--c); opacity: .16; }
+svg .mark { fill: var(--c); stroke: var(--bg); }
+.full, .fill { fill: var(--c); }
+.hollow { fill: var(--bg); stroke: var(--c); stroke-width: 2; }
+.ink.hollow { stroke-width: 1.5; }
+.whisker { stroke: var(--c); stroke-width: 1.5; }
+.groove, svg .shade { fill: var(--shade); }
+.diagonal { stroke: var(--soft); opacity: .6; }
+.dots { stroke: var(--c); stroke-linecap: round; opacity: .72; }
+.rings { stroke: var(--c); stroke-width: 1.5; }
+.train, .test { fill: var(--soft); }
+.test { opacity: .4; }
+.tip { fill: var(--soft); fill-opacity: 0; }
+.tip:hover { fill-opacity: .12; }
+
+.scroll { overflow-x: auto; margin: 0 -12px; padding: 0 12px; }
+:focus-visible { outline: 2px solid var(--c0); outline-offset: 2px; }
+table { border-collapse: collapse; font-size: 15px; font-variant-numeric: tabular-nums; min-width: 100%; }
+th, td { padding: 9px 8px; text-align: right; white-space: nowrap; font-weight: 400; vertical-align: top; }
+th, td { border-bottom: 1px solid var(--rule); }
+thead th, thead td { border-bottom: 0; color: var(--soft); padding-bottom: 2px; font-size: 13px; }
+thead tr:first-child th { color: var(--ink); font-weight: 600; padding-left: 24px; text-align: center; }
+thead span { display: block; border-bottom: 1px solid var(--rule); padding-bottom: 4px; }
+thead tr:last-child th { border-bottom: 1px solid var(--soft); padding-bottom: 8px; }
+tr > :first-child { text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--bg); }
+tbody th { font-weight: 600; white-space: normal; }
+tbody th .name { display: flex; align-items: baseline; width: max-content; max-width: 230px; }
+tbody th .name span { overflow-wrap: anywhere; }
+tbody tr:hover > * { background: var(--shade); }
+.first { padding-left: 24px; }
+tbody small { display: block; color: var(--soft); font-size: 12.5px; font-weight: 400; line-height: 1.3; }
+th[aria-sort]::after { content: " ↓"; }
+th[aria-sort=ascending]::after { content: " ↑"; }
+.sortable thead tr:last-child th { cursor: pointer; }
+.tag {
+  background: var(--note); border: 1px solid var(--edge); border-radius: 10px; padding: 1px 8px;
+  margin-left: 8px; font-size: 12px; font-weight: 400; white-space: nowrap;
+}
+details { border-top: 1px solid var(--rule); padding: 12px 0; }
+details:last-of-type { border-bottom: 1px solid var(--rule); }
+summary { cursor: pointer; }
+summary span, details p, details li { color: var(--soft); font-size: 15px; }
+pre, code { font: 13px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+pre { background: var(--shade); padding: 14px 16px; border-radius: 8px; overflow-x: auto; margin: 8px 0; }
+
+@media (max-width: 600px) {
+  main { padding: 32px 20px 28px; }
+  section { margin-top: 48px; }
+  .facts { gap: 12px 28px; }
+  .two svg text, svg text.name, svg text.value { font-size: 13.5px; }
+  .scroll { margin: 0 -20px; padding: 0 20px; }
+  tr > :first-child { left: -20px; padding-left: 20px; }
+  tbody th .name { max-width: 150px; }
+}
+@media print { .scroll { overflow: visible; } .panel, tr { break-inside: avoid; } }
+"""
+
+SCRIPT = """
+document.querySelectorAll("table").forEach(function (table) {
+  var body = table.tBodies[0], heads = Array.from(table.tHead.rows[1].cells);
+  if (body.rows.length < 2) return;
+  table.classList.add("sortable");
+  function value(row, column) {
+    var text = row.cells[column].getAttribute("data-v");
+    return text === null || column === 0 ? text : Number(text);
+  }
+  function sort(head, column) {
+    var state = head.getAttribute("aria-sort"), down = state ? state === "ascending" : column > 0;
+    heads.forEach(function (other) { other.removeAttribute("aria-sort"); });
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    Array.from(body.rows).sort(function (a, b) {
+      var x = value(a, column), y = value(b, column);
+      if (x === null || y === null) return (x === null) - (y === null);
+      return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
+    }).forEach(function (row) { body.appendChild(row); });
+  }
+  heads.forEach(function (head, column) {
+    head.tabIndex = 0;
+    head.addEventListener("click", function () { sort(head, column); });
+    head.addEventListener("keydown", function (event) {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      sort(head, column);
+    });
+  });
+});
+"""

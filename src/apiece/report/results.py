@@ -1,0 +1,397 @@
+"""What run folders say: their files read back, runs that differ only in seed put together, one row each.
+
+Headline metrics (accuracy and its like) are fractions, higher is better.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple, TypeVar
+
+from apiece.errors import ApieceError
+
+GROUPS = ("seen", "unseen")
+SCORES = ("initial", "personalized")
+METRIC = "accuracy"  # what an unfinished run is taken to measure: its summary would have told
+ABSENT = "–"
+
+T = TypeVar("T")
+
+
+class Client(NamedTuple):
+    """One client's two scores under the headline metric, on the first test set; None: nothing to score."""
+
+    id: int
+    seen: bool
+    initial: float | None
+    personalized: float | None
+
+    @property
+    def harmed(self) -> bool:
+        return self.initial is not None and self.personalized is not None and self.personalized < self.initial
+
+
+class Count(NamedTuple):
+    """How many examples of one class a client holds in one split."""
+
+    client: int
+    name: str
+    seen: bool
+    split: str
+    label: int
+    examples: int
+
+
+class Run(NamedTuple):
+    folder: Path
+    toml: str
+    experiment: dict[str, Any]
+    rounds: tuple[dict[str, float | None], ...]
+    clients: tuple[Client, ...]
+    partition: tuple[Count, ...]
+    summary: dict[str, Any] | None  # None: unfinished
+
+    @property
+    def finished(self) -> bool:
+        return self.summary is not None
+
+    @property
+    def method(self) -> str:
+        return str(self.experiment["method"])
+
+    @property
+    def seed(self) -> Any:
+        return self.experiment.get("seed")
+
+    @property
+    def metric(self) -> str:
+        return str((self.summary or {}).get("metric", METRIC))
+
+
+class Group(NamedTuple):
+    """Runs of one experiment that differ only in seed, under a label that tells it from the other groups."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def unfinished(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if not run.finished)
+
+
+class Stat(NamedTuple):
+    """Over seeds: the mean, and the sample standard deviation (None for a single seed)."""
+
+    mean: float | None
+    std: float | None
+
+
+class Scores(NamedTuple):
+    initial: Stat
+    personalized: Stat
+    worst10: Stat  # personalized, over the worst tenth of the clients
+    harmed: Stat
+
+
+class TableRow(NamedTuple):
+    label: str
+    method: str
+    seeds: tuple[Any, ...]  # of the finished runs, the ones the numbers are about
+    unfinished: int
+    seen: Scores
+    unseen: Scores
+    bytes_up: Stat
+    bytes_down: Stat
+    seconds: Stat
+
+
+class Column(NamedTuple):
+    """One column of the table: a number, its text and whether it is (one of) the best, for every row."""
+
+    group: str
+    name: str
+    stats: tuple[Stat, ...]
+    cells: tuple[str, ...]
+    best: frozenset[int]
+
+
+class Curve(NamedTuple):
+    """Mean and standard deviation over seeds at each evaluated round."""
+
+    rounds: tuple[int, ...]
+    means: tuple[float, ...]
+    stds: tuple[float, ...]
+
+
+def load(folder: Path) -> Run:
+    """Read a run folder; files that an unfinished run has not written yet are empty."""
+    path = Path(folder) / "experiment.toml"
+    if not path.is_file():
+        raise ApieceError(f"{folder} is no run folder: it holds no experiment.toml")
+    toml = _text(path)
+    try:
+        experiment = tomllib.loads(toml)
+    except tomllib.TOMLDecodeError as error:
+        raise ApieceError(f"{path}: {error}") from error
+    if "method" not in experiment:
+        raise ApieceError(f"{path} names no method")
+    run = Run(Path(folder), toml, experiment, _rows(folder, "rounds.csv", _round), (), (), _summary(folder))
+    return run._replace(
+        clients=_clients(folder, run.metric), partition=_rows(folder, "partition.csv", _count)
+    )
+
+
+def groups(runs: Sequence[Run]) -> list[Group]:
+    """Runs put together that differ only in seed, in the order in which they came."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        key = {name: value for name, value in flat(run.experiment).items() if name != "seed"}
+        same = found.setdefault(json.dumps(key, sort_keys=True, default=str), [])
+        for other in same:
+            if other.seed == run.seed:
+                raise ApieceError(
+                    f"{other.folder} and {run.folder} are the same experiment with the same seed: "
+                    "leave one out, a spread over seeds that counts one twice is wrong"
+                )
+        same.append(run)
+    metrics = sorted({run.metric for run in runs if run.finished})
+    if len(metrics) > 1:
+        raise ApieceError(f"these runs measure different things ({', '.join(metrics)}): compare them apart")
+    members = list(found.values())
+    return [
+        Group(label, tuple(same))
+        for label, same in zip(_labels([m[0] for m in members]), members, strict=True)
+    ]
+
+
+def metric(runs: Iterable[Run]) -> str:
+    return next((run.metric for run in runs if run.finished), METRIC)
+
+
+def table(runs: Sequence[Run]) -> list[TableRow]:
+    """One row for each group of runs that differ only in seed; numbers of its finished runs."""
+    return [row(group) for group in groups(runs)]
+
+
+def row(group: Group) -> TableRow:
+    summaries = [run.summary for run in group.finished if run.summary is not None]
+    return TableRow(
+        label=group.label,
+        method=group.runs[0].method,
+        seeds=tuple(run.seed for run in group.finished),
+        unfinished=len(group.unfinished),
+        seen=_scores([s.get("seen") or {} for s in summaries]),
+        unseen=_scores([s.get("unseen") or {} for s in summaries]),
+        bytes_up=_over(summaries, "bytes_up"),
+        bytes_down=_over(summaries, "bytes_down"),
+        seconds=_over(summaries, "seconds"),
+    )
+
+
+def columns(rows: Sequence[TableRow]) -> list[Column]:
+    """The table by columns, those without any number left out: what the page and the terminal both print."""
+    found = []
+    for group in GROUPS:
+        scores: list[Scores] = [getattr(row, group) for row in rows]
+        title = f"{group} clients, %"
+        found += [
+            _column(title, "initial", [s.initial for s in scores], cell, max),
+            _column(title, "personalized", [s.personalized for s in scores], cell, max),
+            _column(title, "worst 10 %", [s.worst10 for s in scores], cell, max),
+            _column(title, "harmed", [s.harmed for s in scores], cell, min),
+        ]
+    found += [
+        _column("cost", "sent up", [row.bytes_up for row in rows], size, min),
+        _column("cost", "sent down", [row.bytes_down for row in rows], size, min),
+        _column("cost", "time", [row.seconds for row in rows], duration, min),
+    ]
+    return [column for column in found if any(stat.mean is not None for stat in column.stats)]
+
+
+def curve(runs: Sequence[Run], column: str) -> Curve:
+    """A column of rounds.csv over the rounds that every one of `runs` has evaluated."""
+    tracks = [
+        {int(r["round"] or 0): value for r in run.rounds if (value := r.get(column)) is not None}
+        for run in runs
+    ]
+    shared = sorted(set.intersection(*(set(track) for track in tracks))) if tracks else []
+    stats = [_stat([track[round] for track in tracks]) for round in shared]
+    return Curve(tuple(shared), tuple(s.mean or 0.0 for s in stats), tuple(s.std or 0.0 for s in stats))
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Keys of the experiment, other than method, its settings and the seed, whose values are not all one."""
+    tables = [flat(run.experiment) for run in runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    values = {name: list(dict.fromkeys(str(t.get(name, ABSENT)) for t in tables)) for name in names}
+    return {
+        name: seen
+        for name, seen in values.items()
+        if len(seen) > 1 and name not in ("method", "seed") and not name.startswith("settings.")
+    }
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def cell(mean: float | None, std: float | None = None) -> str:
+    """A fraction in percent: 97.9 ± 0.3."""
+    return _plus_minus(mean, std, 0.01)
+
+
+def size(mean: float | None, std: float | None = None) -> str:
+    """Bytes in human units: 12.3 MB."""
+    return _scaled(mean, std, (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)))
+
+
+def duration(mean: float | None, std: float | None = None) -> str:
+    """Seconds in human units: 3.5 min."""
+    return _scaled(mean, std, (("s", 1.0), ("min", 60.0), ("h", 3600.0)))
+
+
+def _scaled(mean: float | None, std: float | None, units: tuple[tuple[str, float], ...]) -> str:
+    if mean is None:
+        return ABSENT
+    name, unit = [(name, unit) for name, unit in units if unit == 1.0 or mean >= unit][-1]
+    # Traffic rarely depends on the seed: "± 0.0" would be noise.
+    return f"{_plus_minus(mean, std if std and std >= 0.05 * unit else None, unit)} {name}"
+
+
+def _plus_minus(mean: float | None, std: float | None, unit: float) -> str:
+    if mean is None:
+        return ABSENT
+    return f"{mean / unit:.1f}" + ("" if std is None else f" ± {std / unit:.1f}")
+
+
+def _column(
+    group: str,
+    name: str,
+    stats: Sequence[Stat],
+    text: Callable[[float | None, float | None], str],
+    better: Callable[[Iterable[float]], float],
+) -> Column:
+    means = {i: stat.mean for i, stat in enumerate(stats) if stat.mean is not None}
+    best: frozenset[int] = frozenset()
+    if means:
+        top = text(better(means.values()), None)
+        best = frozenset(i for i, mean in means.items() if text(mean, None) == top)
+    # A column in which all are best singles out nobody.
+    return Column(
+        group,
+        name,
+        tuple(stats),
+        tuple(text(*s) for s in stats),
+        best if len(best) < len(means) else frozenset(),
+    )
+
+
+def _labels(first: Sequence[Run]) -> list[str]:
+    """The method, and for several experiments with one method what tells them apart."""
+    labels = []
+    for run in first:
+        same = [flat(other.experiment) for other in first if other.method == run.method]
+        mine = flat(run.experiment)
+        telling = [
+            f"{name.removeprefix('settings.')}={value}"
+            for name, value in mine.items()
+            if name != "seed" and any(other.get(name) != value for other in same)
+        ]
+        labels.append(f"{run.method} ({', '.join(telling)})" if telling else run.method)
+    return labels
+
+
+def _scores(parts: Sequence[Mapping[str, Any]]) -> Scores:
+    return Scores(
+        *(_over(parts, name) for name in ("initial", "personalized", "personalized_worst10", "harmed"))
+    )
+
+
+def _over(summaries: Sequence[Mapping[str, Any]], name: str) -> Stat:
+    return _stat([value for s in summaries if (value := _number(s.get(name))) is not None])
+
+
+def _stat(values: Sequence[float]) -> Stat:
+    return Stat(fmean(values) if values else None, stdev(values) if len(values) > 1 else None)
+
+
+def _number(value: Any) -> float | None:
+    if value is None or value == "":
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _round(row: Mapping[str, Any]) -> dict[str, float | None]:
+    int(row["round"])
+    return {name: _number(value) for name, value in row.items()}
+
+
+def _count(row: Mapping[str, Any]) -> Count:
+    return Count(
+        int(row["client"]),
+        row["name"],
+        row["seen"] == "1",
+        row["split"],
+        int(row["label"]),
+        int(row["count"]),
+    )
+
+
+def _clients(folder: Path, metric: str) -> tuple[Client, ...]:
+    def read(row: Mapping[str, Any]) -> tuple[str, str, Client]:
+        client = Client(
+            int(row["client"]), row["seen"] == "1", _number(row["initial"]), _number(row["personalized"])
+        )
+        return row["metric"], row["test"], client
+
+    found = [(test, client) for name, test, client in _rows(folder, "clients.csv", read) if name == metric]
+    return tuple(client for test, client in found if test == found[0][0])
+
+
+def _summary(folder: Path) -> dict[str, Any] | None:
+    path = folder / "summary.json"
+    if not path.is_file():
+        return None
+    try:
+        summary: dict[str, Any] = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise ApieceError(f"{path}: {error}") from error
+    return summary
+
+
+def _rows(folder: Path, name: str, read: Callable[[Mapping[str, Any]], T]) -> tuple[T, ...]:
+    path = folder / name
+    if not path.is_file():
+        return ()
+    text = _text(path)
+    whole = text[: text.rfind("\n") + 1]  # a run that is still going may be half through its last line
+    found = []
+    for line, row in enumerate(csv.DictReader(io.StringIO(whole)), start=2):
+        try:
+            found.append(read(row))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ApieceError(f"{path}, line {line}: cannot read {error}") from error
+    return tuple(found)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ApieceError(f"{path}: {error}") from error

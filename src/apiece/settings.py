@@ -1,0 +1,83 @@
+"""Values from flags and TOML, turned into the types that dataclass fields declare."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin, get_type_hints
+
+from apiece.errors import ApieceError, unknown
+
+Settings = Mapping[str, Any]
+
+
+def parse_flag(text: str) -> tuple[list[str], Any]:
+    """`inner.lr=0.1` → (["inner", "lr"], 0.1): the value as TOML reads it, else as a plain string."""
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        raise ApieceError(f"--set takes KEY=VALUE, got {text!r}; for example --set lr=0.1")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    return path.strip().split("."), parsed
+
+
+def nested(flags: list[str], base: Settings | None = None) -> dict[str, Any]:
+    """`--set` flags as one nested table, over `base`."""
+    table: dict[str, Any] = json.loads(json.dumps(base or {}))
+    for flag in flags:
+        path, value = parse_flag(flag)
+        place = table
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise ApieceError(f"--set {flag}: {name!r} is a single value, not a table")
+        place[path[-1]] = value
+    return table
+
+
+def convert(value: Any, wanted: Any, name: str) -> Any:
+    """`value` as the type `wanted`; an int passes for a float, nothing else is bent."""
+    if get_origin(wanted) is tuple:
+        inside = get_args(wanted)[0]
+        if isinstance(value, list | tuple):
+            return tuple(convert(item, inside, name) for item in value)
+    elif wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
+        return value
+    kind = getattr(wanted, "__name__", str(wanted))
+    raise ApieceError(f"{name} must be of type {kind}, got {value!r}")
+
+
+def replaced(record: Any, values: Any, name: str) -> Any:
+    """A NamedTuple of settings (Recipe, Rule) with some of its fields replaced."""
+    if not isinstance(values, Mapping):
+        raise ApieceError(f"{name} is a table: set its entries, for example {name}.{record._fields[0]}")
+    hints = get_type_hints(type(record))
+    for key in values:
+        if key not in hints:
+            raise unknown(f"setting of {name}", key, hints)
+    return record._replace(**{k: convert(v, hints[k], f"{name}.{k}") for k, v in values.items()})
+
+
+def to_toml(table: Mapping[str, Any], path: str = "") -> str:
+    """TOML text of strings, numbers, bools, arrays of them and tables."""
+    lines = [f"{key} = {_toml(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    head = [f"\n[{path}]"] if path and lines else []
+    tables = [
+        to_toml(value, f"{path}.{key}" if path else key)
+        for key, value in table.items()
+        if isinstance(value, Mapping)
+    ]
+    return "\n".join([*head, *lines, *(text for text in tables if text)])
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,74 @@
+"""The shape of a method's messages without running it: names, shapes and dtypes from fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from apiece import tree
+from apiece.method import Broadcast, Method
+from apiece.params import Params
+from apiece.random import as_key
+from apiece.shard import Batch, Rows, Shard
+from apiece.task import Task
+from apiece.tree import Tree
+
+
+class Spec(NamedTuple):
+    """Trees of empty `meta` tensors: what a client sends and what it keeps."""
+
+    update: Tree
+    state: Tree
+    metrics: Tree
+
+    @property
+    def bytes_up(self) -> int:
+        return tree.nbytes(self.update)
+
+
+class OneBatch(Shard):
+    """A loop's carry keeps its shape, so one batch tells all."""
+
+    def batches(self, batch_size: int, epochs: int = 1, steps: int = 0) -> Iterator[Batch]:
+        return islice(super().batches(batch_size, epochs, steps), 1)
+
+
+def spec(method: Method, task: Task, broadcast: Broadcast, start: Params, x: Tree, y: Tree) -> Spec:
+    """What `client_update` would reply to `broadcast`; `x` and `y` are resident arrays of examples."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(leaf: object) -> object:
+        return mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def outline(leaf: object) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"a reply must hold tensors only, found {leaf!r}")
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+    device = task.device
+    key = as_key(0, device)
+    rows = Rows(torch.zeros(1, dtype=torch.int64, device=device), as_key(1, device), key, key)
+    x, y, rows, key, broadcast, start = tree.map(fake, (x, y, rows, key, broadcast, start))
+    with mode, torch.no_grad():
+        client = method.init_client(task, broadcast, start, key)
+        reply = method.client_update(task, broadcast, client, OneBatch(x, y, rows, True))
+    return Spec(*tree.map(outline, (reply.update, client, dict(reply.metrics))))
+
+
+class Uplink:
+    """Bytes of one reply, by the static fields of the broadcast it answers."""
+
+    def __init__(self, method: Method, task: Task, start: Params, x: Tree, y: Tree) -> None:
+        self._shape = lambda broadcast: spec(method, task, broadcast, start, x, y)
+        self._known: dict[tuple[str, ...], int] = {}
+
+    def __call__(self, broadcast: Broadcast) -> int:
+        static = tuple(repr(leaf) for leaf in tree.leaves(broadcast) if not isinstance(leaf, Tensor))
+        if static not in self._known:
+            self._known[static] = self._shape(broadcast).bytes_up
+        return self._known[static]

@@ -1,0 +1,92 @@
+"""Run folders made by hand, so that the numbers a report must show are known beforehand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Rows = Sequence[Sequence[object]]
+
+
+def write_csv(path: Path, header: str, rows: Rows) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header.split(","))
+        writer.writerows(rows)
+
+
+def toml(experiment: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    lines = [f"{name} = {json.dumps(value)}" for name, value in experiment.items()]
+    return "\n".join([*lines, "[settings]", *(f"{n} = {json.dumps(v)}" for n, v in settings.items()), ""])
+
+
+ROUND_COLUMNS = ["round", "replies", "skipped", "bytes_up", "bytes_down"]
+for _group in ("seen", "unseen"):
+    for _score in ("initial", "personalized"):
+        ROUND_COLUMNS += [f"{_group}_{_score}_{part}" for part in ("mean", "weighted", "std", "worst10")]
+    ROUND_COLUMNS.append(f"{_group}_harmed")
+ROUND_COLUMNS.append("seconds")
+
+
+def scores(initial: float, personalized: float, worst10: float = 0.5, harmed: float = 0.0) -> dict[str, float]:
+    return {
+        "initial": initial,
+        "personalized": personalized,
+        "personalized_worst10": worst10,
+        "harmed": harmed,
+    }
+
+
+def make(
+    folder: Path,
+    *,
+    method: str = "fedavg",
+    seed: int = 0,
+    rounds: Sequence[Mapping[str, object]] = (),
+    clients: Rows = (),
+    partition: Rows = (),
+    seen: Mapping[str, Any] | None = None,
+    unseen: Mapping[str, Any] | None = None,
+    bytes_up: int = 1000,
+    seconds: float = 10.0,
+    finished: bool = True,
+    settings: Mapping[str, Any] | None = None,
+    **experiment: Any,
+) -> Path:
+    """A run folder. `rounds` name only the columns they fill."""
+    folder.mkdir(parents=True)
+    described = {"method": method, "data": "digits", "rounds": 4, "seed": seed} | experiment
+    (folder / "experiment.toml").write_text(toml(described, settings or {}), encoding="utf-8")
+    rows = [[row.get(name, "") for name in ROUND_COLUMNS] for row in rounds]
+    write_csv(folder / "rounds.csv", ",".join(ROUND_COLUMNS), rows)
+    write_csv(folder / "partition.csv", "client,name,seen,split,label,count", partition)
+    if finished:
+        write_csv(
+            folder / "clients.csv", "client,seen,test,metric,n_train,n_test,initial,personalized", clients
+        )
+        summary = {
+            "method": method,
+            "seed": seed,
+            "engine": "sequential",
+            "device": "cpu",
+            "rounds": 4,
+            "seconds": seconds,
+            "bytes_up": bytes_up,
+            "bytes_down": 2 * bytes_up,
+            "metric": "accuracy",
+            "seen": seen or scores(0.5, 0.75),
+            "unseen": unseen,
+        }
+        (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Callable[..., Path]:
+    """Make a run folder of a given name under tmp_path."""
+    return lambda name, **what: make(tmp_path / name, **what)
