@@ -10,15 +10,13 @@ import torch
 from apiece.engines.base import Engine, Federation, client_phase
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
-from apiece.errors import ApieceError, unknown
+from apiece.errors import ApieceError
 from apiece.method import Server
 from apiece.sample import Cohort
 from apiece.shard import Rows, Shard
 from apiece.spec import OneBatch
 from apiece.train import Training
 
-ENGINES = ("auto", "sequential", "vectorized")
-CHUNK = 64
 PROBED_CLIENTS = 8
 
 
@@ -34,9 +32,9 @@ class Choice:
     torch: str
     reason: str
 
-    def build(self) -> Engine:
-        device = torch.device(self.device)
-        return Sequential(device) if self.engine == "sequential" else Vectorized(device, self.chunk)
+
+def build(name: str, device: torch.device, chunk: int) -> Engine:
+    return Sequential(device) if name == "sequential" else Vectorized(device, chunk)
 
 
 def pick_device(name: str) -> torch.device:
@@ -53,11 +51,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def check_engine(name: str) -> None:
-    if name not in ENGINES:
-        raise unknown("engine", name, ENGINES)
-
-
 class _Sketch(Federation):
     """The same federation, but every training loop ends after one batch."""
 
@@ -65,23 +58,29 @@ class _Sketch(Federation):
         return OneBatch(self.data.x, self.data.y, rows, even)
 
 
-def choose(training: Training, server: Server, chunk: int, runnable: dict[str, str]) -> tuple[str, str]:
-    """(engine, reason) for `auto`; `runnable` maps each engine to why it cannot run, or ''."""
-    barred = [name for name, why in runnable.items() if why]
-    if barred:
-        name = next(name for name, why in runnable.items() if not why)
-        return name, f"auto: {barred[0]} cannot run this model: {runnable[barred[0]]}"
+def choose(
+    training: Training, server: Server, engines: dict[str, str], chunk: int, threads: int
+) -> tuple[str, int, str]:
+    """(engine, threads, reason). `engines`: those allowed, each with why it cannot run or ''; threads 0: any."""
     device = training.federation.task.device
+    able = [name for name, why in engines.items() if not why]
+    barred = "; ".join(f"{name} cannot run this model: {why}" for name, why in engines.items() if why)
     if device.type == "cuda":
-        return "vectorized", "auto: a CUDA device"
-    taken = {e.name: _probe(e, training, server) for e in (Sequential(device), Vectorized(device, chunk))}
-    best = min(taken, key=lambda name: taken[name])
-    figures = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in taken.items())
-    return best, f"auto: one batch of {PROBED_CLIENTS} clients at the most took {figures}"
+        return able[0], torch.get_num_threads(), barred or "a CUDA device"
+    counts = [threads] if threads else sorted({1, torch.get_num_threads()})
+    options = [(name, count) for name in able for count in counts]
+    if len(options) == 1:
+        return *options[0], barred or "asked for"
+    taken = {option: _probe(training, server, chunk, *option) for option in options}
+    figures = ", ".join(f"{name} with {count} threads {1e3 * s:.1f} ms" for (name, count), s in taken.items())
+    reason = f"one batch of at most {PROBED_CLIENTS} clients took: {figures}"
+    return *min(taken, key=lambda option: taken[option]), f"{barred}; {reason}" if barred else reason
 
 
-def _probe(engine: Engine, training: Training, server: Server) -> float:
-    """Seconds of one client phase of one batch; the better of two, after a warm-up. Nothing is kept."""
+def _probe(training: Training, server: Server, chunk: int, name: str, threads: int) -> float:
+    """Seconds of one client phase of one batch; the best of three, after a warm-up. Nothing is kept."""
+    torch.set_num_threads(threads)
+    engine = build(name, training.federation.task.device, chunk)
     federation = training.federation
     sketch = _Sketch(**vars(federation))
     round = training.round(0)
@@ -90,7 +89,7 @@ def _probe(engine: Engine, training: Training, server: Server) -> float:
     cohort = Cohort(ids, cohort.train.take(range(len(ids))))
     broadcast = federation.method.broadcast(server, round)
     seconds = []
-    for _ in range(3):
+    for _ in range(4):
         begin = time.perf_counter()
         client_phase(engine, sketch, broadcast, cohort, round)
         seconds.append(time.perf_counter() - begin)

@@ -31,6 +31,16 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
+# What fits 80 columns; the report shows the rest.
+_TERMINAL_COLUMNS = {
+    ("seen", "initial"),
+    ("seen", "personalized"),
+    ("seen", "harmed"),
+    ("unseen", "initial"),
+    ("unseen", "personalized"),
+    ("cost", "time"),
+}
+
 WHAT, HOW, WHERE = "What to train", "How to run", "Output"
 
 MethodFlag = Annotated[
@@ -76,6 +86,7 @@ EngineFlag = Annotated[
 ]
 DeviceFlag = Annotated[str | None, typer.Option(help="`auto`, `cpu`, `cuda` or `cuda:N`.", rich_help_panel=HOW)]
 ChunkFlag = Annotated[int | None, typer.Option(help="Clients computed at once, at the most.", rich_help_panel=HOW)]
+ThreadsFlag = Annotated[int | None, typer.Option(help="CPU threads; 0 measures.", rich_help_panel=HOW)]
 StoreFlag = Annotated[
     str | None, typer.Option(help="Clients' states: `auto`, `memory` or `mapped` (on disk).", rich_help_panel=HOW)
 ]
@@ -116,6 +127,7 @@ def run(
     engine: EngineFlag = None,
     device: DeviceFlag = None,
     chunk: ChunkFlag = None,
+    threads: ThreadsFlag = None,
     store: StoreFlag = None,
     evaluate_every: EvaluateFlag = None,
     checkpoint_every: CheckpointFlag = None,
@@ -166,6 +178,7 @@ def compare(
     engine: EngineFlag = None,
     device: DeviceFlag = None,
     chunk: ChunkFlag = None,
+    threads: ThreadsFlag = None,
     store: StoreFlag = None,
     evaluate_every: EvaluateFlag = None,
     checkpoint_every: CheckpointFlag = None,
@@ -419,11 +432,12 @@ def _show(folders: list[Path], as_json: bool, summary: dict[str, Any] | None) ->
         _print_json(summary if summary is not None else [run.summary for run in runs])
         return
     rows = results.table(runs)
-    table = Table(title=f"{results.metric(runs)}, mean ± std over seeds" if len(runs) > len(rows) else None)
-    table.add_column("method")
-    columns = results.columns(rows)
+    several = len(runs) > len(rows)
+    table = Table(title=f"{results.metric(runs)} in %" + (", mean ± std over seeds" if several else ""))
+    columns = [c for c in results.columns(rows) if (c.group.split()[0], c.name) in _TERMINAL_COLUMNS]
+    table.add_column("method", overflow="fold")
     for column in columns:
-        table.add_column(f"{column.group}\n{column.name}", justify="right")
+        table.add_column(f"{column.group.split()[0]}\n{column.name}", justify="right", no_wrap=True)
     for index, row in enumerate(rows):
         cells = [f"[bold]{c.cells[index]}[/]" if index in c.best else c.cells[index] for c in columns]
         table.add_row(row.label, *cells)

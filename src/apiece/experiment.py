@@ -39,6 +39,7 @@ class Experiment:
     engine: str = AUTO
     device: str = AUTO
     chunk: int = 64  # clients per chunk at the most
+    threads: int = 0  # CPU threads; 0: as many as a short measurement finds fastest
     store: str = AUTO  # client states: memory, mapped (on disk), or auto
     evaluate_every: int = 10
     checkpoint_every: int = 10
@@ -51,6 +52,7 @@ class Experiment:
             ("cohort", 1),
             ("clients", 1),
             ("chunk", 1),
+            ("threads", 0),
             ("evaluate_every", 1),
             ("checkpoint_every", 1),
         ):

@@ -16,7 +16,7 @@ from apiece import data as datasets
 from apiece import experiment as experiments
 from apiece import folder as files
 from apiece import models, random, tree
-from apiece.choice import Choice, choose, pick_device
+from apiece.choice import Choice, build, choose, pick_device
 from apiece.data.federated import Federated
 from apiece.engines.base import Engine, Federation
 from apiece.errors import ApieceError
@@ -192,8 +192,6 @@ def load_data(experiment: Experiment) -> Federated:
 def prepare(experiment: Experiment, folder: Path | None, choice: Choice | None) -> Session:
     """Load the data, build the task and the method, choose what is to be chosen."""
     device = pick_device(experiment.device if choice is None else choice.device)
-    if choice is not None:
-        torch.set_num_threads(choice.threads)
     # Convolutions in TF32 would break the agreement of engines; matmuls are fp32 by default.
     torch.backends.cudnn.allow_tf32 = False
     data = load_data(experiment).to(device)
@@ -207,7 +205,7 @@ def prepare(experiment: Experiment, folder: Path | None, choice: Choice | None) 
     _tell_small_clients(data)
     experiment = experiment.resolved(seen)
     task = models.build(experiment.model, data.input_shape, data.classes, device)
-    runnable = _runnable(task, experiment.engine, data)
+    engines = _engines(task, experiment.engine, data)
     method = experiment.build_method()
     root = random.fold(experiment.seed, "apiece")
     start = task.init(random.fold(root, "params"))
@@ -218,7 +216,7 @@ def prepare(experiment: Experiment, folder: Path | None, choice: Choice | None) 
     uplink = Uplink(method, task, start, data.x, data.y)
     blank = Store((), data.population, device, None, mapped=False)
     federation = Federation(method, task, start, data, blank, root)
-    drafted = Training(_engine("sequential", device, 1), replace(federation, data=trained), uniform, cohort, uplink)
+    drafted = Training(build("sequential", device, 1), replace(federation, data=trained), uniform, cohort, uplink)
     shape = spec(method, task, drafted.broadcast(server, 0), start, data.x, data.y)
     kind = choice.store if choice is not None else _store_kind(experiment.store, shape.state, data.population)
     if kind == "mapped" and folder is None:
@@ -228,12 +226,10 @@ def prepare(experiment: Experiment, folder: Path | None, choice: Choice | None) 
     federation = replace(federation, store=store)
     training = replace(drafted, federation=replace(federation, data=trained))
     if choice is None:
-        name, reason = experiment.engine, "asked for"
-        if name == AUTO:
-            name, reason = choose(training, server, experiment.chunk, runnable)
-        threads = torch.get_num_threads()
+        name, threads, reason = choose(training, server, engines, experiment.chunk, experiment.threads)
         choice = Choice(name, str(device), experiment.chunk, threads, kind, torch.__version__, reason)
-    engine = choice.build()
+    torch.set_num_threads(choice.threads)
+    engine = build(choice.engine, device, choice.chunk)
     record = Record(folder, experiment.id, tuple(shape.metrics), experiment.target)
     return Session(experiment, choice, engine, federation, replace(training, engine=engine), server, record)
 
@@ -307,15 +303,11 @@ def _kept(folder: Path | None, experiment: Experiment) -> str:
     return f"The last good checkpoint stays in {folder / 'checkpoint'}."
 
 
-def _engine(name: str, device: torch.device, chunk: int) -> Engine:
-    return Choice(name, str(device), chunk, 0, "", "", "").build()
-
-
-def _runnable(task: Task, engine: str, data: Federated) -> dict[str, str]:
-    """Why each engine cannot run the model, '' if it can; an engine asked for must."""
-    validate(task, engine, data.input_shape, data.classes)
-    if engine != AUTO:
-        return {engine: ""}
+def _engines(task: Task, asked: str, data: Federated) -> dict[str, str]:
+    """The engines allowed, each with why it cannot run the model, or ''; one that is asked for must."""
+    validate(task, asked, data.input_shape, data.classes)
+    if asked != AUTO:
+        return {asked: ""}
     found = problems(task, "vectorized", data.input_shape, data.classes)
     return {"vectorized": found[0].why if found else "", "sequential": ""}
 

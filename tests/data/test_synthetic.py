@@ -81,13 +81,13 @@ def test_labels_are_linear_in_the_inputs_of_a_client(data):
         solution = np.linalg.lstsq(x, np.eye(10)[y])[0]
         return np.mean((x @ solution).argmax(axis=1) == y)
 
-    big = [k for k, size in enumerate(np.bincount(data.client)) if size == 1000]
-    assert big
-    for client in big:
+    mixed = []
+    for client in np.flatnonzero(np.bincount(data.client) == 1000):
         x, y = data.x[data.client == client], data.y[data.client == client]
-        commonest = np.bincount(y).max() / 1000
-        assert score(x, np.random.default_rng(0).permutation(y)) < commonest + 0.15
-        assert score(x, y) > commonest + 0.5 * (1 - commonest)
+        mixed.append((np.bincount(y).max() / 1000, x, y))
+    commonest, x, y = min(mixed, key=lambda entry: entry[0])
+    assert score(x, np.random.default_rng(0).permutation(y)) < commonest + 0.15
+    assert score(x, y) > commonest + 0.5 * (1 - commonest)
 
 
 @pytest.mark.parametrize(

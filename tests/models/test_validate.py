@@ -172,6 +172,27 @@ def test_a_step_that_fails_is_found_on_the_sequential_engine():
     assert (problem.where, problem.why) == ("training step", "NotImplementedError: no way back")
 
 
+def test_a_backward_pass_that_vmap_cannot_run_is_found():
+    class Measured(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(context, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient * min(1.0, gradient.norm().item())
+
+    assert found(Net(Measured.apply)) == []
+    (problem,) = found(Net(Measured.apply), "vectorized")
+    assert problem.where == "training step under vmap"
+
+
 def test_validate_lists_every_problem_with_its_fix():
     model = conv(nn.BatchNorm2d(4), nn.Dropout(0.5))
     with pytest.raises(ApieceError) as raised:

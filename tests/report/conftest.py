@@ -33,7 +33,9 @@ for _group in ("seen", "unseen"):
 ROUND_COLUMNS.append("seconds")
 
 
-def scores(initial: float, personalized: float, worst10: float = 0.5, harmed: float = 0.0) -> dict[str, float]:
+def scores(
+    initial: float, personalized: float, worst10: float = 0.5, harmed: float = 0.0
+) -> dict[str, float]:
     return {
         "initial": initial,
         "personalized": personalized,

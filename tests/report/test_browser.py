@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 
 from apiece import report
-
 from conftest import scores
 
 BINARY = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))),
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+        if (path := shutil.which(name))
+    ),
     None,
 )
-FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync --remote-debugging-pipe""".split()
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"]
 SECONDS = 30
+UGLY = "<script>alert(1)</script>" + "long" * 30
 
 
 class Browser:
@@ -83,7 +86,11 @@ class Browser:
 
     def open(self, page: Path, width: int = 1280, scheme: str = "light") -> None:
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
@@ -108,3 +115,116 @@ class Browser:
             self.process.kill()
             self.process.wait()
         os.close(self.read_end)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if BINARY is None:
+        pytest.skip("no Chromium: looked for chromium, chromium-browser, google-chrome, chrome on the PATH")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        opened = Browser(BINARY, profile)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def written(fake: Callable[..., Path], tmp_path: Path) -> Path:
+    """A page with every kind of figure: three methods, one of them with a name that bites and unfinished."""
+    names = [f"{group}_{score}_mean" for group in ("seen", "unseen") for score in ("initial", "personalized")]
+    rounds = [{"round": r} | dict.fromkeys(names, 0.1 + 0.08 * r) for r in range(0, 11, 2)]
+    clients = [[i, i < 8, "test", "accuracy", 9, 9, i / 10, (i + i % 3) / 12] for i in range(10)]
+    partition = [[i, f"c{i}", int(i < 8), "train", i % 4, 3 + i] for i in range(10)]
+    folders = [
+        fake(
+            f"{method[0]}{seed}",
+            method=method,
+            seed=seed,
+            rounds=rounds,
+            clients=clients,
+            partition=partition,
+            seen=scores(0.5, best - 0.01 * seed),
+            unseen=scores(0.4, best - 0.02 * seed),
+            finished=method != UGLY,
+        )
+        for method, best in (("fedavg", 0.8), ("reptile", 0.9), (UGLY, 0.0))
+        for seed in (0, 1)
+    ]
+    return report.write(folders, tmp_path / "page.html", "apiece report")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_figure_shows_and_nothing_complains(
+    browser: Browser, written: Path, width: int, scheme: str
+) -> None:
+    browser.open(written, width, scheme)
+    shown = browser.evaluate(
+        """[...document.querySelectorAll("figure svg[role=img]")].map(svg => {
+            const box = svg.getBoundingClientRect();
+            return [box.width, box.height, getComputedStyle(svg).visibility, svg.checkVisibility()];
+        })"""
+    )
+    assert len(shown) == 2 + 4 + 2 + 1 + 2  # at a glance, curves, clients, partition, traffic
+    assert all(w > 100 and h > 30 and seen == "visible" and rendered for w, h, seen, rendered in shown), shown
+    assert browser.complaints() == []
+    # Wide things scroll by themselves; the page does not.
+    assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    asked = [
+        e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"
+    ]
+    assert asked == [written.as_uri()]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_lines_stand_out_from_the_page(browser: Browser, written: Path, scheme: str) -> None:
+    """WCAG: a contrast of 4.5 for text, 3 for graphics."""
+    browser.open(written, scheme=scheme)
+    page = luminance(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert page > 0.9 if scheme == "light" else page < 0.1
+    text = browser.evaluate(
+        """[...document.querySelectorAll("h1, .lead, .sub, .about, td, svg text")].map(
+            e => e.closest("svg") ? getComputedStyle(e).fill : getComputedStyle(e).color)"""
+    )
+    colours = browser.evaluate(
+        """[0, 1, 2, 3, 4, 5, 6].map(i => {
+            const path = document.querySelector("path.line");
+            path.setAttribute("class", "line s" + i);
+            return getComputedStyle(path).stroke;
+        })"""
+    )
+    assert len(set(colours)) == 7
+    assert min(contrast(page, luminance(colour)) for colour in set(text)) >= 4.5
+    assert min(contrast(page, luminance(colour)) for colour in colours) >= 3.0
+
+
+def test_the_table_sorts_when_its_head_is_clicked(browser: Browser, written: Path) -> None:
+    """Column 2 is seen personalized: reptile 0.895 before fedavg 0.795; the unfinished one stays last."""
+    browser.open(written)
+    names = '[...document.querySelectorAll("tbody th")].map(th => th.dataset.v.slice(0, 7))'
+    click = 'document.querySelectorAll("thead tr:last-child th")[2].click()'
+    assert browser.evaluate(names) == ["fedavg", "reptile", "<script"]
+    browser.evaluate(click)
+    assert browser.evaluate(names) == ["reptile", "fedavg", "<script"]
+    browser.evaluate(click)
+    assert browser.evaluate(names) == ["fedavg", "reptile", "<script"]
+    assert browser.complaints() == []
+
+
+def test_a_page_that_misbehaves_is_noticed(browser: Browser, written: Path) -> None:
+    """The checks above can fail: a foreign image is refused by the page's own policy, and heard of."""
+    page = written.with_name("bad.html")
+    text = written.read_text(encoding="utf-8").replace("<h1>", '<img src="other.png"><h1>')
+    page.write_text(text, encoding="utf-8")
+    browser.open(page)
+    assert any("Content Security Policy" in json.dumps(complaint) for complaint in browser.complaints())
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of "rgb(r, g, b)"."""
+    parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(a: float, b: float) -> float:
+    return (max(a, b) + 0.05) / (min(a, b) + 0.05)

@@ -17,7 +17,7 @@ from apiece.report.results import GROUPS, SCORES, Group, Run, Scores, Stat, Tabl
 
 OVERLAID = plots.COLOURS  # methods in one panel of learning curves at most; more get a panel each
 PARTITIONS = 3  # drawn at most
-FACTS = ("data", "model", "partition", "clients", "unseen", "cohort", "rounds", "target")
+FACTS = ("data", "model", "partition", "clients", "unseen", "cohort", "rounds")
 
 
 class Story(NamedTuple):
@@ -257,9 +257,10 @@ def _table(story: Story) -> str:
 
 
 def _name(index: int, row: TableRow) -> str:
+    seeds = _plural(len(row.seeds), "seed") if row.seeds else ""
     state = f'<span class="tag">{row.unfinished} unfinished</span>' if row.unfinished else ""
-    seeds = f"<small>{_plural(len(row.seeds), 'seed')}{state}</small>"
-    return f'<span class="name">{plots.swatch(index)}<span>{escape(row.label)}{seeds}</span></span>'
+    below = f"<small>{seeds} {state}</small>"
+    return f'<span class="name">{plots.swatch(index)}<span>{escape(row.label)}{below}</span></span>'
 
 
 def _first(first: bool) -> str:
@@ -337,7 +338,7 @@ def _apart(story: Story, drawn: Drawn, limits: Limits) -> str:
             continue
         panels = []
         for i, row in enumerate(story.rows):
-            own = [drawn[group, score][i] for score in ("personalized", "initial")]
+            own = [drawn[group, "personalized"][i], drawn[group, "initial"][i]._replace(dashed=True)]
             others = [s.mean for j, s in enumerate(drawn[group, "personalized"]) if j != i]
             aria = f"{row.label} on {group} clients, {story.metric} over rounds. {_ends(own)}"
             panels.append((escape(row.label), plots.curves(own, limits, aria, others)))
@@ -419,6 +420,7 @@ def _partitions(story: Story) -> str:
 
 def _traffic(story: Story) -> str:
     panels = []
+    several = any(len(row.seeds) > 1 for row in story.rows)
     means = [s.mean for row in story.rows for s in (row.bytes_up, row.bytes_down) if s.mean is not None]
     if not means:
         return ""
@@ -431,7 +433,7 @@ def _traffic(story: Story) -> str:
         panels.append((name, plots.bars(rows, max(means), f"{name}. {words}")))
     return _section(
         "Traffic",
-        "All bytes of a run between the server and its cohorts, mean over seeds.",
+        f"All bytes of a run between the server and its cohorts{', mean over seeds' if several else ''}.",
         _figure(panels, "Bytes up and down by method", "two"),
     )
 
@@ -440,12 +442,8 @@ def _experiments(story: Story) -> str:
     blocks = []
     for i, group in enumerate(story.groups):
         first, *others = group.runs
-        seeds = ", ".join(str(run.seed) for run in group.runs)
-        also = (
-            f"<p>The other {_plural(len(others), 'run')} differ in <code>seed</code> only.</p>"
-            if others
-            else ""
-        )
+        seeds = f"seed{'s' if others else ''} {', '.join(str(run.seed) for run in group.runs)}"
+        also = "<p>Its other runs differ in <code>seed</code> only.</p>" if others else ""
         commands = "\n".join(_again(run) for run in group.runs)
         states = "".join(
             f"<li><code>{escape(str(run.folder))}</code>, seed {escape(str(run.seed))}: {_state(run)}</li>"
@@ -453,7 +451,7 @@ def _experiments(story: Story) -> str:
         )
         blocks.append(
             f"<details><summary>{plots.swatch(i)}<b>{escape(group.label)}</b> "
-            f"<span>seeds {escape(seeds)}</span></summary><ul>{states}</ul>"
+            f"<span>{escape(seeds)}</span></summary><ul>{states}</ul>"
             f"<p>To run it again:</p><pre>{escape(commands)}</pre>"
             f"<p><code>{escape(str(first.folder / 'experiment.toml'))}</code></p>"
             f"<pre>{escape(first.toml.strip())}</pre>{also}</details>"
@@ -491,13 +489,13 @@ def _footer(story: Story, command: str) -> str:
 
 STYLE = """
 :root {
-  --bg: #fcfcfb; --ink: #1b1f24; --soft: #5b6470; --rule: #e6e8eb; --shade: #f1f3f5;
+  --bg: #fcfcfb; --ink: #1b1f24; --soft: #5b6470; --rule: #e3e6e9; --grid: #eceef0; --shade: #f1f3f5;
   --note: #fff6e0; --edge: #d99a1c;
   --c0: #0072b2; --c1: #d55e00; --c2: #008f68; --c3: #b5478f; --c4: #a87900; --c5: #5546b5; --c6: #5c6670;
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --bg: #14171b; --ink: #e9ecef; --soft: #a2abb5; --rule: #30363d; --shade: #22272d;
+    --bg: #14171b; --ink: #e9ecef; --soft: #a2abb5; --rule: #343a41; --grid: #282d34; --shade: #22272d;
     --note: #2e2818; --edge: #c99a3a;
     --c0: #5ab4ec; --c1: #ff8d47; --c2: #2fcaa0; --c3: #ea97cb; --c4: #e8bf4d; --c5: #a99dff; --c6: #b4bcc5;
   }
@@ -551,7 +549,7 @@ svg text.name, svg text.value { fill: var(--ink); font-size: 12px; }
 svg path { fill: none; }
 .s0 { --c: var(--c0); } .s1 { --c: var(--c1); } .s2 { --c: var(--c2); } .s3 { --c: var(--c3); }
 .s4 { --c: var(--c4); } .s5 { --c: var(--c5); } .s6 { --c: var(--c6); } .ink { --c: var(--soft); }
-.grid { stroke: var(--rule); }
+.grid { stroke: var(--grid); }
 .line { stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 .thick { stroke-width: 5; opacity: .35; }
 .dashed { stroke-dasharray: 5 5; }
@@ -583,7 +581,7 @@ thead span { display: block; border-bottom: 1px solid var(--rule); padding-botto
 thead tr:last-child th { border-bottom: 1px solid var(--soft); padding-bottom: 8px; }
 tr > :first-child { text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--bg); }
 tbody th { font-weight: 600; white-space: normal; }
-tbody th .name { display: flex; align-items: baseline; width: max-content; max-width: 230px; }
+tbody th .name { display: flex; align-items: baseline; width: max-content; max-width: 190px; }
 tbody th .name span { overflow-wrap: anywhere; }
 tbody tr:hover > * { background: var(--shade); }
 .first { padding-left: 24px; }
@@ -593,7 +591,7 @@ th[aria-sort=ascending]::after { content: " ↑"; }
 .sortable thead tr:last-child th { cursor: pointer; }
 .tag {
   background: var(--note); border: 1px solid var(--edge); border-radius: 10px; padding: 1px 8px;
-  margin-left: 8px; font-size: 12px; font-weight: 400; white-space: nowrap;
+  font-size: 12px; font-weight: 400; white-space: nowrap;
 }
 details { border-top: 1px solid var(--rule); padding: 12px 0; }
 details:last-of-type { border-bottom: 1px solid var(--rule); }

@@ -39,6 +39,7 @@ class Series(NamedTuple):
     label: str
     mean: Curve
     unfinished: tuple[Curve, ...]
+    dashed: bool = False
 
 
 class Scale(NamedTuple):
@@ -116,22 +117,16 @@ def curves_range(series: Iterable[Series]) -> tuple[tuple[float, float], int] | 
 def curves(
     series: Sequence[Series], limits: tuple[tuple[float, float], int], aria: str, behind: Sequence[Curve] = ()
 ) -> str:
-    """Lines over rounds with a band of ± one standard deviation; `behind` in grey, for comparison.
-
-    The second series of a style (a method's initial score beside its personalized one) is dashed.
-    """
+    """Lines over rounds with a band of ± one standard deviation; `behind` in grey, for comparison."""
     (lo, hi), last = limits
     width, height = 420, 250
     x, y = Scale(0, max(last, 1), 44, width - 14), Scale(lo, hi, height - 42, 16)
     parts = [_axes(x, y, ticks(0, max(last, 1), 6, whole=True), ticks(lo, hi, 5), name="round", scores=False)]
     parts += [_line(thin(curve, BEHIND), x, y, "other") for curve in behind]
     parts += [_band(s.mean, x, y, style(s.style)) for s in series]
-    drawn: set[int] = set()
     for s in series:
-        dashed = " dashed" if s.style in drawn else ""
-        parts.append(_line(s.mean, x, y, f"line {style(s.style)}{dashed}"))
+        parts.append(_line(s.mean, x, y, f"line {style(s.style)}{' dashed' if s.dashed else ''}"))
         parts += [_line(curve, x, y, f"line dotted {style(s.style)}") for curve in s.unfinished]
-        drawn.add(s.style)
     for s in series:
         curve = s.mean if s.mean.rounds else next((c for c in s.unfinished if c.rounds), s.mean)
         if curve.rounds:
@@ -188,15 +183,15 @@ def bars(rows: Sequence[tuple[int, str, Stat]], most: float, aria: str) -> str:
 
 def scatter(clients: Sequence[Client], index: int, limits: tuple[float, float], aria: str) -> str:
     """Each client's initial (across) against personalized (up); below the diagonal personalization harmed."""
-    width = 320
-    x, y = Scale(*limits, 40, width - 12), Scale(*limits, width - 40, 12)
+    width, height = 320, 332
+    x, y = Scale(*limits, 40, width - 12), Scale(*limits, height - 40, 24)
     marks = ticks(*limits, 6)
     triangle = (
         f"M{_n(x(limits[0]))} {_n(y(limits[0]))}L{_n(x(limits[1]))} {_n(y(limits[1]))}V{_n(y(limits[0]))}z"
     )
     parts = [f'<path class="shade" d="{triangle}"/>', _axes(x, y, marks, marks, name="initial", scores=True)]
     parts.append(f'<path class="diagonal" d="{triangle.partition("V")[0]}"/>')
-    parts.append(f'<text x="{width - 20}" y="{width - 50}" text-anchor="end">harmed</text>')
+    parts.append(f'<text x="{width - 20}" y="{height - 50}" text-anchor="end">harmed</text>')
     shrink = min(1.0, max(0.5, math.sqrt(CROWD / max(len(clients), 1))))
     for seen in (True, False):
         places = Counter(
@@ -210,7 +205,8 @@ def scatter(clients: Sequence[Client], index: int, limits: tuple[float, float], 
                 parts.append(
                     _dots(found, radius * shrink, index) if seen else _diamonds(found, radius * shrink, index)
                 )
-    return _svg(width, width, "".join(parts), aria)
+    parts.append('<text x="40" y="14">personalized</text>')
+    return _svg(width, height, "".join(parts), aria)
 
 
 def choose(counts: Sequence[Count]) -> Partition:

@@ -136,7 +136,7 @@ class Curve(NamedTuple):
 
 def load(folder: Path) -> Run:
     """Read a run folder; files that an unfinished run has not written yet are empty."""
-    path = Path(folder) / "experiment.toml"
+    path = folder / "experiment.toml"
     if not path.is_file():
         raise ApieceError(f"{folder} is no run folder: it holds no experiment.toml")
     toml = _text(path)
@@ -146,7 +146,7 @@ def load(folder: Path) -> Run:
         raise ApieceError(f"{path}: {error}") from error
     if "method" not in experiment:
         raise ApieceError(f"{path} names no method")
-    run = Run(Path(folder), toml, experiment, _rows(folder, "rounds.csv", _round), (), (), _summary(folder))
+    run = Run(folder, toml, experiment, _rows(folder, "rounds.csv", _round), (), (), _summary(folder))
     return run._replace(
         clients=_clients(folder, run.metric), partition=_rows(folder, "partition.csv", _count)
     )

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apiece import data as datasets
+from apiece.data import Examples, federate, federated, load, partition_table
+from apiece.data.federated import Ragged, generator
+from apiece.errors import ApieceError
+
+
+def examples(n: int) -> Examples:
+    """Row i holds i + 1, so that the padding row of zeros is none of them."""
+    x = np.arange(1, n + 1, dtype=np.float32)[:, None]
+    return Examples(x, np.arange(n, dtype=np.int64) % 3, 3, ("a", "b", "c"))
+
+
+def parts_of(sizes) -> list[np.ndarray]:
+    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+
+
+# --- Ragged ---------------------------------------------------------------------------------------------
+
+
+def test_ragged_rows_of_clients():
+    ragged = Ragged.of([np.array([5, 7]), np.array([], dtype=np.int64), np.array([1, 2, 3])])
+    assert ragged.sizes.tolist() == [2, 0, 3]
+    assert [ragged[i].tolist() for i in range(3)] == [[5, 7], [], [1, 2, 3]]
+    assert ragged.take([2, 0])[0].tolist() == [1, 2, 3]
+    assert ragged.padded([0, 1, 2], 9).tolist() == [[5, 7, 9], [9, 9, 9], [1, 2, 3]]
+    assert ragged.rows.dtype == ragged.offsets.dtype == np.int64
+
+
+def test_ragged_of_nobody():
+    assert len(Ragged.of([]).sizes) == 0
+
+
+# --- federate -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any),
+    st.floats(0, 0.99),
+    st.floats(0, 0.99),
+    st.integers(-(2**63), 2**63 - 1),
+)
+def test_train_and_test_share_out_each_clients_rows(sizes, test, unseen, key):
+    parts = parts_of(sizes)
+    names = [f"c{i}" for i in range(len(sizes))]
+    data = federate(examples(sum(sizes)), parts, names, key, test, unseen)
+    assert data.population == len(sizes)
+    assert data.names == tuple(names)
+    assert np.count_nonzero(~data.seen) == round(unseen * len(sizes))
+    for client, part in enumerate(parts):
+        both = np.concatenate([data.train[client], data.test[client]])
+        np.testing.assert_array_equal(np.sort(both), part)
+        # one example is always left to train on
+        assert len(data.test[client]) == min(round(test * len(part)), max(len(part) - 1, 0))
+
+
+def test_arrays_end_with_a_row_of_padding():
+    data = federate(examples(4), parts_of([2, 2]), ["p", "q"], 0)
+    assert data.x.tolist() == [[1], [2], [3], [4], [0]]
+    assert data.y.tolist() == [0, 1, 2, 0, 0]
+    assert data.padding == 4
+    assert data.y.dtype == torch.int64
+    assert data.input_shape == (1,)
+    assert data.label_names == ("a", "b", "c")
+
+
+def test_inputs_may_be_a_tree():
+    several = Examples({"u": np.ones((4, 2)), "v": np.ones(4)}, np.zeros(4, np.int64), 1, ("0",))
+    data = federate(several, parts_of([4]), ["p"], 0)
+    assert data.x["u"].shape == (5, 2)
+    assert data.x["v"].tolist() == [1, 1, 1, 1, 0]
+
+
+def test_shares_by_default():
+    """A quarter of 8 rows is 2; a fifth of 10 clients is 2."""
+    data = federate(examples(80), parts_of([8] * 10), list("abcdefghij"), 0)
+    assert data.test.sizes.tolist() == [2] * 10
+    assert len(data.seen_ids) == 8
+
+
+def test_the_key_decides_the_split():
+    def rows(key):
+        data = federate(examples(80), parts_of([8] * 10), list("abcdefghij"), key)
+        return data.test.rows.tolist(), data.seen.tolist()
+
+    assert rows(1) == rows(1)
+    assert rows(1)[0] != rows(2)[0]
+    assert len({tuple(rows(key)[1]) for key in range(10)}) > 1
+
+
+def test_a_clients_split_does_not_depend_on_the_others():
+    alone = federate(examples(8), parts_of([8]), ["p"], 3)
+    among = federate(examples(16), parts_of([8, 8]), ["p", "q"], 3)
+    assert alone.test[0].tolist() == among.test[0].tolist()
+
+
+def test_the_pool_holds_the_seen_clients_training_rows():
+    data = federate(examples(40), parts_of([8] * 5), list("abcde"), 0, 0.25, 0.4)
+    pool = data.pool()
+    assert pool.population == 1
+    assert pool.seen_ids.tolist() == [0]
+    assert pool.names == ("pool",)
+    assert pool.test.sizes.tolist() == [0]
+    assert pool.train[0].tolist() == [row for i in data.seen_ids for row in data.train[i]]
+    assert len(pool.train[0]) == 3 * 6
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_shares_lie_below_one(share):
+    with pytest.raises(ApieceError, match="the test share must lie in"):
+        federate(examples(4), parts_of([4]), ["p"], 0, test=share)
+    with pytest.raises(ApieceError, match="the unseen share must lie in"):
+        federate(examples(4), parts_of([4]), ["p"], 0, unseen=share)
+
+
+def test_the_generator_takes_any_key():
+    assert generator(-1).random() == generator(2**64 - 1).random()
+    assert generator(-1).random() != generator(1).random()
+
+
+# --- load and federated ---------------------------------------------------------------------------------
+
+
+def test_every_dataset_is_described_and_loads():
+    assert set(datasets.DATASETS) == {"digits", "synthetic"}
+    for name in datasets.DATASETS:
+        assert len(load(name, clients=2, key=0).y) > 0
+
+
+def test_parameters_stand_behind_the_name():
+    settings = {"clients": 5, "key": 0}
+    written = load("synthetic(0,0.5)", **settings)
+    given = load("synthetic", options={"alpha": 0.0, "beta": 0.5}, **settings)
+    assert np.array_equal(written.x, given.x)
+    assert not np.array_equal(written.x, load("synthetic", **settings).x)
+    assert np.bincount(load("synthetic", options={"most": 50}, **settings).client).tolist() == [50] * 5
+
+
+def test_a_path_is_a_dataset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "eve.csv").write_text("f,what\n1,0\n2,1\n")
+    for name in ("mine", "./mine", str(tmp_path / "mine")):
+        assert load(name, clients=0, key=0, label_column="what").client_names == ("eve",)
+    (tmp_path / "digits").mkdir()
+    assert len(load("digits", clients=0, key=0).y) == 1797
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("digit", {}, "unknown dataset 'digit': did you mean 'digits'"),
+        ("synthetc(1,1)", {}, "unknown dataset 'synthetc': did you mean 'synthetic'"),
+        ("", {}, "unknown dataset ''"),
+        ("nowhere.csv", {}, r"no such file or folder: nowhere\.csv"),
+        ("no/where", {}, "no such file or folder: no/where"),
+        (
+            "synthetic(1)",
+            {},
+            r"synthetic\(1\) has a wrong number of parameters: write synthetic\(alpha,beta\)",
+        ),
+        ("synthetic()", {}, r"synthetic\(\) has a wrong number of parameters"),
+        ("digits(3)", {}, r"digits\(3\) has a wrong number of parameters: write digits$"),
+        ("synthetic(a,b)", {}, r"synthetic\(a,b\): the parameters must be numbers"),
+        ("synthetic(-1,0)", {}, "alpha of the synthetic data must be a number >= 0"),
+        ("synthetic", {"mots": 3.0}, "unknown option of synthetic 'mots': did you mean 'most'"),
+        ("digits", {"most": 3.0}, "unknown option of digits 'most'"),
+        ("./mine.csv", {"most": 3.0}, r"\./mine\.csv takes no options, got most"),
+    ],
+)
+def test_what_cannot_be_loaded_is_explained(name, options, message):
+    with pytest.raises(ApieceError, match=message):
+        load(name, clients=3, key=0, options=options)
+
+
+def test_auto_keeps_natural_clients_and_deals_the_rest_iid():
+    natural = federated("synthetic", clients=7, key=0)
+    assert natural.population == 7
+    by_client = np.bincount(load("synthetic", clients=7, key=0).client)
+    assert (natural.train.sizes + natural.test.sizes).tolist() == by_client.tolist()
+    # 1797 = 7 * 256 + 5
+    dealt = federated("digits", clients=7, key=0)
+    assert sorted(dealt.train.sizes + dealt.test.sizes) == [256, 256, 257, 257, 257, 257, 257]
+
+
+def test_a_partition_may_be_asked_for():
+    data = federated("digits", "classes:2", clients=20, key=0, test=0.0, unseen=0.5)
+    y = data.y.numpy()
+    assert {len(set(y[data.train[i]])) for i in range(20)} == {2}
+    assert len(data.seen_ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clients": 0}, "at least 1 client, got 0"),
+        ({"clients": 5000}, "1797 examples cannot be dealt to 5000 clients"),
+        ({"clients": 3, "unseen": 0.9}, "an unseen share of 0.9 leaves none of 3 clients to train with"),
+        ({"clients": 3, "partition": "natural"}, "no clients of its own"),
+    ],
+)
+def test_bad_federations_are_explained(settings, message):
+    with pytest.raises(ApieceError, match=message):
+        federated("digits", key=0, **settings)
+
+
+def test_the_partition_table_counts_what_is_held():
+    """Labels are row mod 3; nothing is held out of two clients, the third has no rows."""
+    data = federate(
+        examples(5), [np.array([0, 1, 3]), np.array([2, 4]), np.array([], int)], list("pqr"), 0, 0.0, 0.0
+    )
+    assert partition_table(data) == [
+        (0, "p", 1, "train", 0, 2),
+        (0, "p", 1, "train", 1, 1),
+        (1, "q", 1, "train", 1, 1),
+        (1, "q", 1, "train", 2, 1),
+    ]
+
+
+def test_the_partition_table_tells_splits_and_unseen_clients_apart():
+    data = federate(examples(40), parts_of([8] * 5), list("abcde"), 0, 0.25, 0.4)
+    table = partition_table(data)
+    for client in range(5):
+        counts = {
+            split: sum(row[5] for row in table if (row[0], row[3]) == (client, split))
+            for split in ("train", "test")
+        }
+        assert counts == {"train": 6, "test": 2}
+        assert {row[2] for row in table if row[0] == client} == {int(data.seen[client])}
+    assert {row[3] for row in table} == {"train", "test"}

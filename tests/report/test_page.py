@@ -1,0 +1,292 @@
+"""The page as text: what it says, that it says it safely, and that it needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from apiece import report
+from apiece.errors import ApieceError
+from apiece.report import page, plots, results
+from apiece.report.results import Count, Curve, Scores, Stat, TableRow
+from conftest import scores
+
+Fake = Callable[..., Path]
+
+NONE = Stat(None, None)
+ROUNDS = [
+    {"round": 0, "seen_initial_mean": 0.1, "seen_personalized_mean": 0.3},
+    {"round": 2, "seen_initial_mean": 0.5, "seen_personalized_mean": 0.7},
+]
+PARTITION = [[0, "anna", 1, "train", 0, 9], [0, "anna", 1, "test", 0, 3], [1, "bo", 0, "train", 1, 4]]
+CLIENTS = [
+    [0, 1, "test", "accuracy", 20, 4, 0.5, 0.75],
+    [1, 1, "test", "accuracy", 20, 4, 0.75, 0.5],
+    [2, 0, "test", "accuracy", 20, 4, 0.25, 0.5],
+    [3, 0, "test", "accuracy", 20, 0, "nan", "nan"],
+]
+
+
+def row(
+    label: str, seen: Scores, unseen: Scores = Scores(NONE, NONE, NONE, NONE), seeds: int = 3
+) -> TableRow:
+    return TableRow(label, label, tuple(range(seeds)), 0, seen, unseen, NONE, NONE, NONE)
+
+
+def pair(initial: Stat, personalized: Stat) -> Scores:
+    return Scores(initial, personalized, NONE, NONE)
+
+
+def text_of(html: str) -> str:
+    """What a reader sees, spaces evened out."""
+    body = re.sub(r"<(style|script|title)>.*?</\1>", "", html, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body))
+
+
+def test_headline_names_the_best_on_both_kinds_of_clients() -> None:
+    """Unseen: b leads by 2.0 points, the deviation of the difference is √(0.3² + 0.4²) = 0.5: beyond it.
+
+    Seen: a leads by 0.4 points, the deviation of the difference is 0.5: within it.
+    """
+    rows = [
+        row("a", pair(Stat(0.80, 0.0), Stat(0.904, 0.003)), pair(Stat(0.70, 0.0), Stat(0.88, 0.003))),
+        row("b", pair(Stat(0.80, 0.0), Stat(0.900, 0.004)), pair(Stat(0.75, 0.0), Stat(0.90, 0.004))),
+        row("c", pair(Stat(0.80, 0.0), Stat(0.500, 0.004)), pair(Stat(0.75, 0.0), Stat(0.40, 0.004))),
+    ]
+    assert page.headline(rows, "accuracy") == [
+        "On unseen clients b has the best personalized accuracy, 90.0 ± 0.4 %, above its initial 75.0 ± 0.0 % "
+        "by 15.0 points; next is a with 88.0 ± 0.3 %, behind by 2.0 points.",
+        "On seen clients a has the best personalized accuracy, 90.4 ± 0.3 %, above its initial 80.0 ± 0.0 % "
+        "by 10.4 points; next is b with 90.0 ± 0.4 %, behind by 0.4 points, within one std of the difference "
+        "(0.5).",
+    ]
+
+
+def test_headline_does_not_hide_harm_or_a_single_seed() -> None:
+    rows = [row("a", pair(Stat(0.80, None), Stat(0.75, None)), seeds=1)]
+    assert page.headline(rows, "accuracy") == [
+        "On seen clients a reaches 75.0 % accuracy once personalized, below its initial 80.0 % by 5.0 points.",
+        "One seed: by how much chance moves these numbers is not known.",
+    ]
+
+
+def test_headline_without_results() -> None:
+    assert page.headline([row("a", pair(NONE, NONE), seeds=0)], "accuracy") == [
+        "No run has finished yet: there are no results to speak of."
+    ]
+
+
+def test_write_makes_one_file_and_says_where(fake: Fake, tmp_path: Path) -> None:
+    folder = fake("run", rounds=ROUNDS, clients=CLIENTS, partition=PARTITION)
+    output = report.write([folder, folder], tmp_path / "deep" / "page.html", "apiece report run")
+    text = text_of(output.read_text(encoding="utf-8"))
+    assert output == tmp_path / "deep" / "page.html"
+    assert "from the files of 1 run folder. apiece report run" in text
+    assert f"apiece run {folder}/experiment.toml --out DIR" in text
+
+
+def test_write_refuses_a_folder_that_is_no_run(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ApieceError, match=r"empty is no run folder"):
+        report.write([fake("run"), tmp_path / "empty"], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_harmed_clients_are_counted_among_those_scored(fake: Fake) -> None:
+    """Of four clients one was not scored and one fell from 0.75 to 0.5."""
+    html = page.html([results.load(fake("run", clients=CLIENTS))])
+    assert "1 of 3 harmed (33.3 %)" in text_of(html)
+    assert html.count('class="dots s0"') == 1
+    assert html.count('class="rings s0"') == 1
+
+
+def test_a_run_without_unseen_clients_speaks_of_none(fake: Fake) -> None:
+    html = page.html([results.load(fake("run", rounds=ROUNDS, clients=CLIENTS[:2]))])
+    assert "seen clients, %" in html
+    assert "unseen" not in text_of(html)
+
+
+def test_an_unfinished_run_is_marked_and_its_curve_drawn(fake: Fake) -> None:
+    runs = [
+        results.load(fake("done", rounds=ROUNDS)),
+        results.load(fake("going", method="reptile", finished=False, rounds=ROUNDS)),
+    ]
+    html = page.html(runs)
+    assert "1 of 2 runs unfinished" in text_of(html)
+    assert html.count("line dotted s1") == 2
+    assert "unfinished, 2 rounds done" in html
+
+
+def test_runs_that_have_just_begun_make_a_page(fake: Fake) -> None:
+    html = page.html([results.load(fake("going", finished=False))])
+    assert "No run has finished yet" in html
+
+
+def test_runs_that_differ_in_more_than_the_method_are_announced(fake: Fake) -> None:
+    runs = [results.load(fake("a", cohort=5)), results.load(fake("b", method="b", cohort=8))]
+    assert "also: cohort (5, 8)." in text_of(page.html(runs))
+
+
+def test_what_comes_from_files_is_escaped(fake: Fake) -> None:
+    evil = "<script>alert('x\" &amp;')</script>"
+    run = fake(
+        "<b>run",
+        method=evil,
+        data=evil,
+        settings={"name": evil},
+        rounds=ROUNDS,
+        clients=CLIENTS,
+        partition=[[0, evil, 1, "train", 0, 9]],
+    )
+    html = page.html([results.load(run)], command=evil)
+    assert html.count("<script>") == 1
+    assert "alert('" not in html
+    assert "<b>run" not in html
+    check_well_formed(html)
+
+
+def test_the_page_needs_nothing_from_elsewhere(fake: Fake) -> None:
+    html = page.html([results.load(fake("run", rounds=ROUNDS, clients=CLIENTS, partition=PARTITION))])
+    assert not re.search(r"https?:|url\(|@import|\bsrc=|\bhref=|<link|<iframe", html)
+    assert "default-src 'none'" in html
+
+
+def test_figures_have_names_and_tables_have_heads(fake: Fake) -> None:
+    runs = [
+        results.load(
+            fake(
+                f"{method}{seed}",
+                method=method,
+                seed=seed,
+                rounds=ROUNDS,
+                clients=CLIENTS,
+                partition=PARTITION,
+                unseen=scores(0.4, 0.6),
+            )
+        )
+        for method in ("a", "b")
+        for seed in (0, 1)
+    ]
+    html = page.html(runs)
+    check_well_formed(html)
+    figures = re.findall(r"<figure[^>]*>", html)
+    assert len(figures) == 5  # at a glance, curves, clients, partition, traffic
+    assert all("aria-label" in figure for figure in figures)
+    pictures = re.findall(r"<svg[^>]*>", html)
+    assert all("aria-label" in picture or "aria-hidden" in picture for picture in pictures)
+    assert html.count('scope="col"') == 1 + 4 + 4 + 3
+    assert html.count('scope="row"') == 2
+
+
+def test_many_methods_get_a_panel_each(fake: Fake) -> None:
+    runs = [
+        results.load(fake(f"run{i}", method=f"method{i}", rounds=ROUNDS)) for i in range(page.OVERLAID + 1)
+    ]
+    html = page.html(runs)
+    assert html.count(" dashed") == page.OVERLAID + 1
+    assert html.count('class="other"') == (page.OVERLAID + 1) * page.OVERLAID
+
+
+def test_a_method_keeps_its_colour(fake: Fake) -> None:
+    """The second method is s1 in the table, the legend, four of … every figure."""
+    runs = [results.load(fake(m, method=m, rounds=ROUNDS, clients=CLIENTS)) for m in ("a", "b")]
+    html = page.html(runs)
+    for kind in ("line", "mark", "full", "hollow", "dots", "fill"):
+        assert f'class="{kind} s0"' in html
+        assert f'class="{kind} s1"' in html
+    assert 's2"' not in html
+
+
+def test_fifteen_runs_of_a_thousand_clients_stay_small(fake: Fake) -> None:
+    clients = [[i, i % 10 > 0, "test", "accuracy", 9, 9, (i % 89) / 89, (i % 97) / 97] for i in range(1000)]
+    partition = [[i, f"c{i}", i % 10 > 0, "train", i * k % 62, 5] for i in range(1000) for k in (1, 2, 3)]
+    rounds = [{"round": r, "seen_initial_mean": 0.5, "seen_personalized_mean": 0.6} for r in range(1000)]
+    runs = [
+        results.load(
+            fake(f"r{m}{s}", method=f"m{m}", seed=s, rounds=rounds, clients=clients, partition=partition)
+        )
+        for m in range(3)
+        for s in range(2)
+    ]
+    more = [
+        run._replace(experiment=run.experiment | {"seed": run.seed + k}) for run in runs for k in (10, 20)
+    ]
+    everything = (runs + more)[:15]
+    html = page.html(everything)
+    assert len(html.encode()) < 1_000_000
+    assert "one client in 13 is drawn, evenly by id: 77 of 1000" in html
+
+
+def test_choose_keeps_both_kinds_of_clients_and_adds_up_classes() -> None:
+    """320 clients: one in 4 of the 317 seen (80) and of the 3 unseen (1). 130 classes: three to a line."""
+    counts = [Count(i, f"c{i}", i < 317, "train", i % 130, 2) for i in range(320)]
+    counts += [Count(4, "c4", True, "train", 5, 7), Count(4, "c4", True, "test", 5, 1)]
+    part = plots.choose(counts)
+    assert part.clients == (*range(0, 317, 4), 317)
+    assert part.unseen == {317}
+    assert (part.rows, part.classes_per_row) == (44, 3)  # 130 / 3, rounded up
+    assert part.counts[4, 1] == 2 + 7  # classes 4 and 5 are both on line 1
+    assert part.sizes[4, "train"], part.sizes[4, "test"] == (9, 1)
+    assert part.rule == (
+        "one client in 4 is drawn, evenly by id: 81 of 320; each line adds up 3 consecutive classes"
+    )
+
+
+def test_choose_draws_a_small_partition_whole() -> None:
+    part = plots.choose([Count(0, "a", True, "train", 1, 2), Count(1, "b", False, "train", 0, 3)])
+    assert (part.clients, part.rows, part.rule, part.most) == ((0, 1), 2, "", 3)
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "most", "whole", "expected"),
+    [
+        (0, 100, 6, True, [0, 20, 40, 60, 80, 100]),
+        (0, 3, 6, True, [0, 1, 2, 3]),
+        (0.07, 0.98, 5, False, [0.2, 0.4, 0.6, 0.8]),
+        (0.735, 0.79, 6, False, [0.74, 0.75, 0.76, 0.77, 0.78, 0.79]),
+    ],
+)
+def test_ticks(lo: float, hi: float, most: int, whole: bool, expected: list[float]) -> None:
+    assert plots.ticks(lo, hi, most, whole) == pytest.approx(expected)
+
+
+def test_thin_keeps_the_first_and_the_last() -> None:
+    curve = Curve(tuple(range(11)), tuple(r / 10 for r in range(11)), (0.0,) * 11)
+    assert plots.thin(curve, 4).rounds == (0, 3, 6, 9, 10)
+    assert plots.thin(curve, 11) == curve
+
+
+def test_scale_stays_within_the_picture() -> None:
+    scale = plots.Scale(0.0, 1.0, 100, 20)
+    assert [scale(v) for v in (-1, 0, 0.25, 1, 2)] == [100, 100, 80, 20, 20]
+
+
+class Tags(HTMLParser):
+    """Fails where a tag is closed that is not the open one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+
+def check_well_formed(html: str) -> None:
+    tags = Tags()
+    tags.feed(html)
+    assert tags.open == []
+    for picture in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        ET.fromstring(picture)

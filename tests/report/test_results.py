@@ -1,0 +1,215 @@
+"""Run folders read back and put together: every expected number is worked out in the test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from apiece.errors import ApieceError
+from apiece.report import results
+from apiece.report.results import Client, Count, Curve, Stat
+from conftest import scores
+
+Fake = Callable[..., Path]
+
+CLIENTS = [
+    [0, 1, "test", "accuracy", 20, 4, 0.5, 0.75],
+    [0, 1, "test", "loss", 20, 4, 1.0, 0.8],
+    [1, 1, "test", "accuracy", 20, 4, 0.75, 0.5],
+    [2, 0, "test", "accuracy", 20, 0, "nan", "nan"],
+    [0, 1, "shifted", "accuracy", 20, 4, 0.1, 0.1],
+]
+
+
+def test_load_reads_the_files(fake: Fake) -> None:
+    """The headline metric of the first test set only; empty cells and NaN are None."""
+    folder = fake(
+        "run",
+        seed=7,
+        settings={"lr": 0.1},
+        rounds=[{"round": 0, "seen_initial_mean": 0.1}, {"round": 1, "bytes_up": 10}],
+        clients=CLIENTS,
+        partition=[[0, "anna", 1, "train", 3, 12]],
+    )
+    run = results.load(folder)
+    assert (run.method, run.seed, run.metric, run.finished) == ("fedavg", 7, "accuracy", True)
+    assert run.experiment["settings"] == {"lr": 0.1}
+    assert [r["round"] for r in run.rounds] == [0, 1]
+    assert [r["seen_initial_mean"] for r in run.rounds] == [0.1, None]
+    assert run.clients == (
+        Client(0, True, 0.5, 0.75),
+        Client(1, True, 0.75, 0.5),
+        Client(2, False, None, None),
+    )
+    assert [client.harmed for client in run.clients] == [False, True, False]
+    assert run.partition == (Count(0, "anna", True, "train", 3, 12),)
+
+
+def test_a_folder_without_an_experiment_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ApieceError, match=r"nothing.*is no run folder"):
+        results.load(tmp_path / "nothing")
+
+
+def test_a_broken_file_is_named_with_its_line(fake: Fake) -> None:
+    folder = fake("run", clients=[[0, 1, "test", "accuracy", 20, 4, "high", 0.5]])
+    with pytest.raises(ApieceError, match=r"clients\.csv, line 2: .*high"):
+        results.load(folder)
+
+
+@pytest.mark.parametrize(("name", "text"), [("summary.json", "{"), ("experiment.toml", "method =")])
+def test_a_broken_description_is_named(fake: Fake, name: str, text: str) -> None:
+    folder = fake("run")
+    (folder / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ApieceError, match=name):
+        results.load(folder)
+
+
+def test_a_half_written_last_line_is_not_read(fake: Fake) -> None:
+    folder = fake("run", finished=False, rounds=[{"round": 0, "bytes_up": 5}])
+    with (folder / "rounds.csv").open("a", encoding="utf-8") as file:
+        file.write("1,10,0,12")
+    assert [r["bytes_up"] for r in results.load(folder).rounds] == [5]
+
+
+def test_an_unfinished_run_has_no_clients_and_no_summary(fake: Fake) -> None:
+    run = results.load(fake("run", finished=False))
+    assert (run.finished, run.summary, run.clients, run.metric) == (False, None, (), "accuracy")
+
+
+def test_table_puts_seeds_together(fake: Fake) -> None:
+    """Personalized 0.90, 0.92, 0.94: mean 0.92, sample variance (4 + 0 + 4)e-4 / 2, so std 0.02.
+
+    Initial 0.70, 0.70, 0.76: mean 0.72, variance (4 + 4 + 16)e-4 / 2 = 12e-4. Bytes 1000, 2000, 3000 and
+    twice that down: means 2000 and 4000, deviations 1000 and 2000. Seconds 10, 10, 13: mean 11, variance 3.
+    """
+    numbers = [(0.70, 0.90, 1000, 10.0), (0.70, 0.92, 2000, 10.0), (0.76, 0.94, 3000, 13.0)]
+    runs = [
+        results.load(fake(f"run{seed}", seed=seed, seen=scores(a, b, 0.5, 0.1), bytes_up=up, seconds=seconds))
+        for seed, (a, b, up, seconds) in enumerate(numbers)
+    ]
+    (row,) = results.table(runs)
+    assert (row.label, row.method, row.seeds, row.unfinished) == ("fedavg", "fedavg", (0, 1, 2), 0)
+    assert row.seen.personalized == pytest.approx((0.92, 0.02))
+    assert row.seen.initial == pytest.approx((0.72, 12e-4**0.5))
+    assert row.seen.worst10 == pytest.approx((0.5, 0.0))
+    assert row.seen.harmed == pytest.approx((0.1, 0.0))
+    assert row.bytes_up == pytest.approx((2000, 1000))
+    assert row.bytes_down == pytest.approx((4000, 2000))
+    assert row.seconds == pytest.approx((11, 3**0.5))
+    assert row.unseen == results.Scores(*[Stat(None, None)] * 4)
+
+
+def test_one_seed_has_no_deviation(fake: Fake) -> None:
+    (row,) = results.table([results.load(fake("run", unseen=scores(0.4, 0.6)))])
+    assert row.unseen.personalized == Stat(0.6, None)
+
+
+def test_unfinished_runs_are_counted_not_averaged(fake: Fake) -> None:
+    done = results.load(fake("a", seed=0, seen=scores(0.5, 0.8)))
+    going = results.load(fake("b", seed=1, finished=False))
+    (row,) = results.table([done, going])
+    assert (row.seeds, row.unfinished, row.seen.personalized) == ((0,), 1, Stat(0.8, None))
+
+
+def test_a_client_group_that_scored_nan_in_a_run_is_left_out_of_its_mean(fake: Fake) -> None:
+    runs = [
+        results.load(fake("a", seed=0, unseen=scores(0.5, 0.8))),
+        results.load(fake("b", seed=1, unseen=scores(float("nan"), float("nan")))),
+    ]
+    assert results.table(runs)[0].unseen.personalized == Stat(0.8, None)
+
+
+def test_labels_say_what_tells_experiments_of_one_method_apart(fake: Fake) -> None:
+    runs = [
+        results.load(fake("a", settings={"lr": 0.1, "epochs": 1})),
+        results.load(fake("b", settings={"lr": 0.2, "epochs": 1})),
+        results.load(fake("c", method="reptile", settings={"lr": 0.2})),
+        results.load(fake("d", seed=1, settings={"lr": 0.2, "epochs": 1})),
+    ]
+    rows = results.table(runs)
+    assert [(row.label, row.seeds) for row in rows] == [
+        ("fedavg (lr=0.1)", (0,)),
+        ("fedavg (lr=0.2)", (0, 1)),
+        ("reptile", (0,)),
+    ]
+
+
+def test_one_experiment_with_one_seed_twice_is_refused(fake: Fake) -> None:
+    runs = [results.load(fake(name)) for name in ("first", "second")]
+    with pytest.raises(ApieceError, match=r"first and .*second are the same experiment"):
+        results.table(runs)
+
+
+def test_different_metrics_are_not_compared(fake: Fake) -> None:
+    one, other = (results.load(fake(name, method=name)) for name in ("a", "b"))
+    assert other.summary is not None
+    with pytest.raises(ApieceError, match="accuracy, auc"):
+        results.table([one, other._replace(summary=other.summary | {"metric": "auc"})])
+
+
+def test_differing_names_all_but_method_settings_and_seed(fake: Fake) -> None:
+    runs = [
+        results.load(fake("a", method="a", seed=0, cohort=5, settings={"lr": 1})),
+        results.load(fake("b", method="b", seed=1, cohort=8, settings={"lr": 2})),
+    ]
+    assert results.differing(runs) == {"cohort": ["5", "8"]}
+
+
+def test_columns_mark_the_best(fake: Fake) -> None:
+    """High is good for scores, low for harm and cost; what is printed alike is equally good."""
+    runs = [
+        results.load(fake("a", method="a", seen=scores(0.50, 0.9001, 0.3, 0.2), bytes_up=1000, seconds=60)),
+        results.load(fake("b", method="b", seen=scores(0.60, 0.9002, 0.2, 0.1), bytes_up=3000, seconds=60)),
+        results.load(fake("c", method="c", seen=scores(0.55, 0.8000, 0.1, 0.3), bytes_up=2000, seconds=60)),
+    ]
+    columns = {(c.group, c.name): c for c in results.columns(results.table(runs))}
+    assert {name: sorted(c.best) for (_, name), c in columns.items()} == {
+        "initial": [1],
+        "personalized": [0, 1],
+        "worst 10 %": [0],
+        "harmed": [1],
+        "sent up": [0],
+        "sent down": [0],
+        "time": [],
+    }
+    assert columns["seen clients, %", "personalized"].cells == ("90.0", "90.0", "80.0")
+    assert columns["cost", "sent down"].cells == ("2.0 kB", "6.0 kB", "4.0 kB")
+    assert not any(group.startswith("unseen") for group, _ in columns)
+
+
+def test_cells() -> None:
+    assert results.cell(0.979, 0.003) == "97.9 ± 0.3"
+    assert results.cell(0.979, None) == "97.9"
+    assert results.cell(None, None) == "–"
+
+
+def test_human_units() -> None:
+    assert results.size(999) == "999.0 B"
+    assert results.size(12_340_000, 200_000) == "12.3 ± 0.2 MB"
+    assert results.size(12_340_000, 20) == "12.3 MB"
+    assert results.size(0) == "0.0 B"
+    assert results.duration(90) == "1.5 min"
+    assert results.duration(5400, 1800) == "1.5 ± 0.5 h"
+
+
+def test_curve_is_the_mean_over_seeds_where_all_were_evaluated(fake: Fake) -> None:
+    """Round 2: 0.4 and 0.6, mean 0.5, variance 0.01 + 0.01 = 0.02. Round 4 has only one of the two."""
+    column = "seen_initial_mean"
+    first = [{"round": 0, column: 0.1}, {"round": 1}, {"round": 2, column: 0.4}, {"round": 4, column: 0.9}]
+    second = [{"round": 0, column: 0.1}, {"round": 1}, {"round": 2, column: 0.6}, {"round": 4, column: "nan"}]
+    runs = [results.load(fake("a", rounds=first)), results.load(fake("b", seed=1, rounds=second))]
+    curve = results.curve(runs, column)
+    assert curve.rounds == (0, 2)
+    assert curve.means == pytest.approx((0.1, 0.5))
+    assert curve.stds == pytest.approx((0.0, 0.02**0.5))
+    assert results.curve(runs, "unseen_initial_mean") == Curve((), (), ())
+    assert results.curve([], column) == Curve((), (), ())
+
+
+def test_importing_the_report_is_light() -> None:
+    code = "import sys, apiece.report; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,113 @@
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import vmap
+
+from apiece import Batch, Shard, random
+from apiece.shard import Rows
+
+PAD = 99  # the last row of the resident arrays: what padding points at
+X = torch.arange(100, dtype=torch.float32)[:, None]
+Y = torch.arange(100)
+
+sizes = st.integers(0, 23)
+batch_sizes = st.integers(0, 9)
+
+
+def shard(size: int, padded_to: int | None = None, key: int = 5) -> Shard:
+    """Rows 10, 11, … of a client of that size."""
+    capacity = size if padded_to is None else padded_to
+    index = torch.full((capacity,), PAD)
+    index[:size] = torch.arange(10, 10 + size)
+    rows = Rows(index, torch.tensor(size), random.as_key(key), random.as_key(77))
+    return Shard(X, Y, rows, padded_to is None)
+
+
+def real(batch: Batch) -> list[int]:
+    return batch.y[batch.weight > 0].tolist()
+
+
+def live(batches: list[Batch]) -> list[Batch]:
+    return [b for b in batches if b.live is None or bool(b.live)]
+
+
+@given(sizes, batch_sizes, st.integers(1, 3))
+def test_every_epoch_sees_every_example_once(size: int, batch_size: int, epochs: int) -> None:
+    batches = list(shard(size).batches(batch_size, epochs))
+    per_pass = math.ceil(size / (batch_size or max(size, 1)))
+    assert len(batches) == epochs * per_pass
+    for e in range(epochs):
+        seen = [y for b in batches[e * per_pass : (e + 1) * per_pass] for y in real(b)]
+        assert sorted(seen) == list(range(10, 10 + size))
+
+
+@given(sizes, st.integers(1, 9), st.integers(1, 3), st.integers(0, 20), st.integers(0, 7))
+def test_padding_changes_nothing(size: int, batch_size: int, epochs: int, steps: int, extra: int) -> None:
+    plain = list(shard(size).batches(batch_size, epochs, steps))
+    padded = live(list(shard(size, padded_to=size + extra).batches(batch_size, epochs, steps)))
+    assert len(plain) == len(padded)
+    for a, b in zip(plain, padded, strict=True):
+        assert real(a) == real(b)
+        assert int(a.key) == int(b.key)
+
+
+@given(sizes, st.integers(1, 9), st.integers(1, 20))
+def test_steps_walk_through_the_passes(size: int, batch_size: int, steps: int) -> None:
+    """Step j is batch j mod B of pass j div B."""
+    per_pass = math.ceil(size / batch_size)
+    passes = math.ceil(steps / max(per_pass, 1))
+    by_steps = list(shard(size).batches(batch_size, steps=steps))
+    by_epochs = list(shard(size).batches(batch_size, epochs=passes))[:steps]
+    assert [real(b) for b in by_steps] == [real(b) for b in by_epochs]
+    assert len(by_steps) == (steps if size else 0)
+
+
+@given(sizes, st.integers(0, 7), st.sampled_from([0.2, 0.5, 0.8]))
+def test_split_parts_the_shard_in_two(size: int, extra: int, fraction: float) -> None:
+    support, query = shard(size, padded_to=size + extra).split(fraction)
+    one, two = real(support.all()), real(query.all())
+    assert sorted(one + two) == list(range(10, 10 + size))
+    assert len(one) == int(support.size) == math.ceil(round(size * fraction, 6))
+    assert len(two) == int(query.size)
+
+
+@given(sizes, st.integers(0, 7))
+def test_split_is_the_same_in_every_round_and_padding(size: int, extra: int) -> None:
+    one = [real(part.all()) for part in shard(size, key=1).split()]
+    two = [real(part.all()) for part in shard(size, padded_to=size + extra, key=2).split()]
+    assert one == two
+
+
+def test_orders_differ_between_epochs_and_rounds() -> None:
+    first, second = (real(b) for b in shard(20).batches(20, epochs=2))
+    (other,) = (real(b) for b in shard(20, key=6).batches(20))
+    assert first != second
+    assert first != other
+    assert list(range(10, 30)) not in (first, second, other)
+
+
+def test_batch_keys_are_those_of_epoch_and_batch() -> None:
+    keys = [int(b.key) for b in shard(5).batches(2, epochs=2)]
+    assert keys == [random.fold(5, e, b) for e in range(2) for b in range(3)]
+
+
+def test_under_vmap_clients_keep_their_own_batches() -> None:
+    sizes = [3, 7]
+    rows = [shard(n, padded_to=7)._rows for n in sizes]
+    stacked = Rows(*(torch.stack(leaves) for leaves in zip(*rows, strict=True)))
+
+    def passes(rows: Rows) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.where(b.weight > 0, b.y, -1) for b in Shard(X, Y, rows, False).batches(2, steps=5))
+
+    together = vmap(passes)(stacked)
+    for i, n in enumerate(sizes):
+        alone = [real(b) for b in shard(n).batches(2, steps=5)]
+        assert [[y for y in step[i].tolist() if y >= 0] for step in together] == alone
+
+
+def test_a_shard_can_hold_several_inputs() -> None:
+    rows = shard(4)._rows
+    batch = Shard({"a": X, "b": X * 2}, Y, rows, True).all()
+    assert torch.equal(batch.x["b"], batch.x["a"] * 2)

@@ -1,0 +1,68 @@
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apiece import Params, tree
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+leaves = st.integers(1, 3).map(lambda n: torch.arange(n, dtype=torch.float32))
+names = st.text("abc.", min_size=1, max_size=4)
+trees = st.recursive(
+    leaves | st.dictionaries(names, leaves, max_size=3).map(Params),
+    lambda inner: st.builds(Pair, inner, inner) | st.lists(inner, max_size=3).map(tuple),
+    max_leaves=6,
+)
+
+
+@given(trees)
+def test_restore_inverts_flatten(value: Any) -> None:
+    flat = tree.flatten(value)
+    again = tree.restore(value, flat)
+    assert tree.same_structure(value, again)
+    assert all(a is b for a, b in zip(tree.leaves(value), tree.leaves(again), strict=True))
+    assert len(flat) == len(tree.leaves(value))
+
+
+@given(trees, st.integers(1, 4))
+def test_stack_then_take(value: Any, copies: int) -> None:
+    stacked = tree.stack([tree.map(lambda leaf, i=i: leaf + i, value) for i in range(copies)])
+    for i in range(copies):
+        for got, leaf in zip(tree.leaves(tree.take(stacked, i)), tree.leaves(value), strict=True):
+            assert torch.equal(got, leaf + i)
+
+
+@given(trees)
+def test_nbytes(value: Any) -> None:
+    assert tree.nbytes(value) == 4 * sum(leaf.numel() for leaf in tree.leaves(value))
+
+
+def test_paths() -> None:
+    value = Pair(Params({"fc.weight": torch.ones(1)}), (torch.ones(1), True))
+    assert list(tree.flatten(value)) == ["left/fc.weight", "right/0", "right/1"]
+
+
+def test_restore_names_what_is_missing_and_unexpected() -> None:
+    with pytest.raises(KeyError, match=r"missing \['left'\], unexpected \['middle'\]"):
+        tree.restore(Pair(torch.ones(1), torch.ones(1)), {"right": torch.ones(1), "middle": torch.ones(1)})
+
+
+def test_where_chooses_whole_trees_and_refuses_static_choices() -> None:
+    a, b = Pair(torch.ones(2), "x"), Pair(torch.zeros(2), "x")
+    assert tree.where(torch.tensor(True), a, b).left.tolist() == [1.0, 1.0]
+    assert tree.where(torch.tensor(False), a, b).left.tolist() == [0.0, 0.0]
+    with pytest.raises(TypeError, match="static leaf"):
+        tree.where(torch.tensor(True), a, b._replace(right="y"))
+
+
+@pytest.mark.parametrize(("value", "fine"), [(1.0, True), (float("nan"), False), (float("inf"), False)])
+def test_finite(value: float, fine: bool) -> None:
+    leaf = Pair(torch.tensor([1.0, value]), torch.arange(3))
+    assert bool(tree.finite(leaf, torch.device("cpu"))) is fine
