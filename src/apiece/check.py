@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,10 +28,10 @@ from apiece.method import Broadcast, Method, Reply, Round, Server, Wrapper, inne
 from apiece.params import Params
 from apiece.sample import uniform
 from apiece.shard import Rows, Shard
-from apiece.spec import Uplink, spec
+from apiece.spec import spec
 from apiece.store import Store
 from apiece.task import Dropout, Task
-from apiece.train import Training
+from apiece.train import Training, assemble, describe
 from apiece.tree import Tree
 
 SIZES = (0, 1, 4, 9, 17, 25)
@@ -61,17 +62,30 @@ def check_method(method: Method, device: str = "cpu") -> None:
 @torch.no_grad()
 def examine(method: Method, device: str = "cpu") -> list[Finding]:
     """Every rule with its verdict."""
-    world = _World.build(_stressed(method), torch.device(device))
-    findings = []
+    with _one_thread():
+        return list(_findings(_World.build(_stressed(method), torch.device(device))))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors of a few numbers are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _findings(world: _World) -> Iterator[Finding]:
     for rule, test in _RULES.items():
         try:
             complaints = list(test(world))
         except Exception as error:
             complaints = [_told(error)]
-        findings.append(Finding(rule, not complaints, "; ".join(complaints)))
+        yield Finding(rule, not complaints, "; ".join(complaints))
         if rule == "runs" and complaints:
-            break
-    return findings
+            return
 
 
 def _told(error: Exception) -> str:
@@ -126,15 +140,15 @@ class _World:
 
     def training(self, engine: Engine, data: Federated | None = None) -> Training:
         data = data or self.data
-        uplink = Uplink(self.method, self.task, self.start, data.x, data.y)
-        shape = spec(self.method, self.task, self.broadcast(), self.start, data.x, data.y)
-        store = Store(shape.state, data.population, self.task.device, None, mapped=False)
-        federation = Federation(self.method, self.task, self.start, data, store, self.root)
-        return Training(engine, federation, uniform, COHORT, uplink)
+
+        def store(state: Tree) -> Store:
+            return Store(state, data.population, self.task.device, None, mapped=False)
+
+        parts = (self.method, self.task, self.start, data, COHORT, self.root, uniform, store)
+        return assemble(engine, *parts)[0]
 
     def round(self, index: int = 0) -> Round:
-        key = random.fold(self.root, "round", index)
-        return Round(index, key, COHORT, len(SIZES), sum(SIZES))
+        return describe(index, self.data, COHORT, self.root)
 
     def broadcast(self) -> Broadcast:
         return self.method.broadcast(self.server(), self.round())

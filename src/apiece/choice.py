@@ -11,6 +11,7 @@ from apiece.engines.base import Engine, Federation, client_phase
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.errors import ApieceError
+from apiece.evaluate import models
 from apiece.method import Server
 from apiece.sample import Cohort
 from apiece.shard import Rows, Shard
@@ -78,7 +79,7 @@ def choose(
 
 
 def _probe(training: Training, server: Server, chunk: int, name: str, threads: int) -> float:
-    """Seconds of one client phase of one batch; the best of three, after a warm-up. Nothing is kept."""
+    """Seconds to train and to personalize on one batch per client; the best of three, after a warm-up. Nothing is kept."""
     torch.set_num_threads(threads)
     engine = build(name, training.federation.task.device, chunk)
     federation = training.federation
@@ -92,7 +93,8 @@ def _probe(training: Training, server: Server, chunk: int, name: str, threads: i
     for _ in range(4):
         begin = time.perf_counter()
         client_phase(engine, sketch, broadcast, cohort, round)
+        models(engine, sketch, broadcast, list(ids), 0)
         seconds.append(time.perf_counter() - begin)
-        federation.store.open(0)
+        federation.store.forget()
     return min(seconds[1:])
 

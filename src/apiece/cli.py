@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from apiece.errors import ApieceError
@@ -398,27 +399,27 @@ def _bar(title: str, rounds: int, quiet: bool) -> Iterator[Callable[..., None]]:
     """A progress bar with time left and the latest scores."""
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
-        TextColumn("rounds"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         TextColumn("{task.fields[scores]}"),
     )
-    with Progress(*columns, console=err, disable=quiet) as bar:
-        job = bar.add_task(title, total=rounds or None, scores="")
+    bar = Progress(*columns, console=err, disable=quiet)
+    job = bar.add_task(title, total=rounds or None, scores="")
 
-        def tick(done: int, groups: Any) -> None:
-            fields = {"scores": _scores(groups)} if groups else {}
-            bar.update(job, completed=done, **fields)
+    def tick(done: int, groups: Any) -> None:
+        bar.start()
+        bar.update(job, completed=done, **({"scores": _scores(groups)} if groups else {}))
 
+    try:
         yield tick
+    finally:
+        bar.stop()
 
 
 def _scores(groups: Any) -> str:
     parts = [
-        f"{name} {100 * group.initial:.1f} → {100 * group.personalized:.1f}" for name, group in groups.items() if group
+        f"{name} {100 * group.initial:.1f}→{100 * group.personalized:.1f}" for name, group in groups.items() if group
     ]
     return "  ".join(parts)
 
@@ -433,17 +434,25 @@ def _show(folders: list[Path], as_json: bool, summary: dict[str, Any] | None) ->
         return
     rows = results.table(runs)
     several = len(runs) > len(rows)
-    table = Table(title=f"{results.metric(runs)} in %" + (", mean ± std over seeds" if several else ""))
+    title = f"{results.metric(runs)} in %" + (", mean ± std over seeds" if several else "")
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = [c for c in results.columns(rows) if (c.group.split()[0], c.name) in _TERMINAL_COLUMNS]
-    table.add_column("method", overflow="fold")
+    table.add_column("\nmethod", overflow="fold")
     for column in columns:
         table.add_column(f"{column.group.split()[0]}\n{column.name}", justify="right", no_wrap=True)
     for index, row in enumerate(rows):
-        cells = [f"[bold]{c.cells[index]}[/]" if index in c.best else c.cells[index] for c in columns]
-        table.add_row(row.label, *cells)
+        table.add_row(row.label, *(_cell(column, index) for column in columns))
     out.print(table)
     place = folders[0] if len(folders) == 1 else folders[0].parent
     out.print(f"files: {place}\nreport: apiece report {place} -o report.html")
+
+
+def _cell(column: Any, index: int) -> str:
+    """A cell of the terminal's table, bold where it is the best; side figures without their spread."""
+    text = column.cells[index]
+    if column.name not in ("initial", "personalized"):
+        text = text.split(" ±")[0] + (" s" if column.name == "time" and "±" in text else "")
+    return f"[bold]{text}[/]" if index in column.best else text
 
 
 def _one_method(name: str, as_json: bool) -> None:

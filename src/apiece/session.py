@@ -28,10 +28,9 @@ from apiece.models.validate import problems, validate
 from apiece.params import Params
 from apiece.record import Groups, Record
 from apiece.sample import uniform
-from apiece.spec import Uplink, spec
 from apiece.store import Store
 from apiece.task import Task
-from apiece.train import Closed, Training, refuse_nan
+from apiece.train import Closed, Training, assemble, refuse_nan
 
 log = logging.getLogger("apiece")
 
@@ -209,28 +208,27 @@ def prepare(experiment: Experiment, folder: Path | None, choice: Choice | None) 
     method = experiment.build_method()
     root = random.fold(experiment.seed, "apiece")
     start = task.init(random.fold(root, "params"))
-    server = method.init(task, start, random.fold(root, "method"))
-
-    trained = data.pool() if method.pooled else data
-    cohort = 1 if method.pooled else experiment.cohort
-    uplink = Uplink(method, task, start, data.x, data.y)
-    blank = Store((), data.population, device, None, mapped=False)
-    federation = Federation(method, task, start, data, blank, root)
-    drafted = Training(build("sequential", device, 1), replace(federation, data=trained), uniform, cohort, uplink)
-    shape = spec(method, task, drafted.broadcast(server, 0), start, data.x, data.y)
-    kind = choice.store if choice is not None else _store_kind(experiment.store, shape.state, data.population)
-    if kind == "mapped" and folder is None:
-        raise ApieceError("client states do not fit in memory: give an output folder (--out) to keep them in")
     place = None if folder is None else folder / "checkpoint"
-    store = Store(shape.state, data.population, device, place, kind == "mapped")
-    federation = replace(federation, store=store)
-    training = replace(drafted, federation=replace(federation, data=trained))
+
+    def store(state: tree.Tree) -> Store:
+        kind = choice.store if choice is not None else _store_kind(experiment.store, state, data.population)
+        if kind == "mapped" and place is None:
+            raise ApieceError("a mapped store needs an output folder (--out) to keep clients' states in")
+        return Store(state, data.population, device, place, kind == "mapped")
+
+    trained, cohort = (data.pool(), 1) if method.pooled else (data, experiment.cohort)
+    training, server = assemble(
+        build("sequential", device, 1), method, task, start, trained, cohort, root, uniform, store
+    )
+    federation = replace(training.federation, data=data)
     if choice is None:
         name, threads, reason = choose(training, server, engines, experiment.chunk, experiment.threads)
+        kind = "mapped" if federation.store.mapped else "memory"
         choice = Choice(name, str(device), experiment.chunk, threads, kind, torch.__version__, reason)
     torch.set_num_threads(choice.threads)
     engine = build(choice.engine, device, choice.chunk)
-    record = Record(folder, experiment.id, tuple(shape.metrics), experiment.target)
+    metrics = tuple(training.shapes.of(training.broadcast(server, 0)).metrics)
+    record = Record(folder, experiment.id, metrics, experiment.target)
     return Session(experiment, choice, engine, federation, replace(training, engine=engine), server, record)
 
 

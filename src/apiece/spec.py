@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -60,15 +61,15 @@ def spec(method: Method, task: Task, broadcast: Broadcast, start: Params, x: Tre
     return Spec(*tree.map(outline, (reply.update, client, dict(reply.metrics))))
 
 
-class Uplink:
-    """Bytes of one reply, by the static fields of the broadcast it answers."""
+class Shapes:
+    """The specs of one method's replies, by the static fields of the broadcast they answer."""
 
     def __init__(self, method: Method, task: Task, start: Params, x: Tree, y: Tree) -> None:
-        self._shape = lambda broadcast: spec(method, task, broadcast, start, x, y)
-        self._known: dict[tuple[str, ...], int] = {}
+        self._make = partial(spec, method, task, start=start, x=x, y=y)
+        self._known: dict[tuple[str, ...], Spec] = {}
 
-    def __call__(self, broadcast: Broadcast) -> int:
+    def of(self, broadcast: Broadcast) -> Spec:
         static = tuple(repr(leaf) for leaf in tree.leaves(broadcast) if not isinstance(leaf, Tensor))
         if static not in self._known:
-            self._known[static] = self._shape(broadcast).bytes_up
+            self._known[static] = self._make(broadcast)
         return self._known[static]

@@ -41,12 +41,9 @@ class Store:
             self._resident = tree.map(
                 lambda t: torch.zeros((population, *t.shape), dtype=t.dtype, device=device), template
             )
+        self._folder = folder
         self._tags: NDArray[np.int64] | None = None
         self._slots: NDArray[np.uint8] | None = None
-        if folder is not None and self.stateful:
-            width = sum(size for _, _, size in self._shapes)
-            self._tags = _mapped(folder / "clients.tags", np.int64, (population, SLOTS))
-            self._slots = _mapped(folder / "clients.rows", np.uint8, (population, SLOTS, width))
 
     @property
     def stateful(self) -> bool:
@@ -54,10 +51,13 @@ class Store:
 
     def open(self, round: int, writable: bool = True) -> None:
         """Go to the state of the checkpoint at `round` (0: no client has been met)."""
-        self._touched.clear()
-        self._known[:] = False
-        if self._tags is None:
+        self.forget()
+        if self._folder is None or not self.stateful:
             return
+        population, width = len(self._known), sum(size for _, _, size in self._shapes)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._tags = _mapped(self._folder / "clients.tags", np.int64, (population, SLOTS))
+        self._slots = _mapped(self._folder / "clients.rows", np.uint8, (population, SLOTS, width))
         if not writable:
             self._tags = np.array(self._tags)
         self._tags[self._tags > round] = 0
@@ -66,6 +66,11 @@ class Store:
             met = np.flatnonzero(self._known)
             if len(met):
                 self._scatter(met, self._read(met))
+
+    def forget(self) -> None:
+        """Drop whatever was not committed, and no longer know any client."""
+        self._touched.clear()
+        self._known[:] = False
 
     def known(self, ids: Sequence[int]) -> NDArray[np.bool_]:
         """Which clients have a state."""

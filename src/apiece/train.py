@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from apiece import random, tree
+from apiece.data.federated import Federated
 from apiece.engines.base import Engine, Federation, client_phase
 from apiece.errors import ApieceError
-from apiece.method import Broadcast, Round, Server
+from apiece.method import Broadcast, Method, Round, Server
+from apiece.params import Params
 from apiece.sample import Sampler
-from apiece.spec import Uplink
+from apiece.spec import Shapes
+from apiece.store import Store
+from apiece.task import Task
+from apiece.tree import Tree
 
 
 class Closed(NamedTuple):
@@ -28,6 +33,17 @@ class Closed(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+def describe(index: int, data: Federated, cohort_size: int, root: int) -> Round:
+    """What the server knows of round `index` when it begins."""
+    return Round(
+        index=index,
+        key=random.fold(root, "round", index),
+        cohort_size=cohort_size,
+        population=int(data.seen.sum()),
+        examples=int(data.train.sizes[data.seen].sum()),
+    )
+
+
 @dataclass(frozen=True)
 class Training:
     """The rounds of a run, each a function of the server's state before it."""
@@ -36,17 +52,10 @@ class Training:
     federation: Federation
     sampler: Sampler
     cohort_size: int
-    uplink: Uplink
+    shapes: Shapes
 
     def round(self, index: int) -> Round:
-        data = self.federation.data
-        return Round(
-            index=index,
-            key=random.fold(self.federation.root, "round", index),
-            cohort_size=self.cohort_size,
-            population=int(data.seen.sum()),
-            examples=int(data.train.sizes[data.seen].sum()),
-        )
+        return describe(index, self.federation.data, self.cohort_size, self.federation.root)
 
     def broadcast(self, server: Server, index: int) -> Broadcast:
         return self.federation.method.broadcast(server, self.round(index))
@@ -63,8 +72,28 @@ class Training:
             updated = method.server_update(task, server, outcome.update, round)
             server = tree.where(outcome.weight > 0, updated, server)
             size = len(cohort.ids)
-            up, down = self.uplink(broadcast) * size, tree.nbytes(broadcast) * size
+            up, down = self.shapes.of(broadcast).bytes_up * size, tree.nbytes(broadcast) * size
             yield Closed(round, cohort.ids, server, up, down, outcome.finite, outcome.metrics)
+
+
+def assemble(
+    engine: Engine,
+    method: Method,
+    task: Task,
+    start: Params,
+    data: Federated,
+    cohort_size: int,
+    root: int,
+    sampler: Sampler,
+    store: Callable[[Tree], Store],
+) -> tuple[Training, Server]:
+    """A training and the server's first state; `store` makes a store for client states of a shape."""
+    server = method.init(task, start, random.fold(root, "method"))
+    broadcast = method.broadcast(server, describe(0, data, cohort_size, root))
+    shapes = Shapes(method, task, start, data.x, data.y)
+    states = store(shapes.of(broadcast).state)
+    federation = Federation(method, task, start, data, states, root)
+    return Training(engine, federation, sampler, cohort_size, shapes), server
 
 
 def refuse_nan(closed: list[Closed], keep: str) -> None:

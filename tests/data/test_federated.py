@@ -181,14 +181,19 @@ def test_what_cannot_be_loaded_is_explained(name, options, message):
         load(name, clients=3, key=0, options=options)
 
 
-def test_auto_keeps_natural_clients_and_deals_the_rest_iid():
-    natural = federated("synthetic", clients=7, key=0)
-    assert natural.population == 7
+def test_auto_keeps_natural_clients():
+    data = federated("synthetic", clients=7, key=0)
     by_client = np.bincount(load("synthetic", clients=7, key=0).client)
-    assert (natural.train.sizes + natural.test.sizes).tolist() == by_client.tolist()
-    # 1797 = 7 * 256 + 5
-    dealt = federated("digits", clients=7, key=0)
-    assert sorted(dealt.train.sizes + dealt.test.sizes) == [256, 256, 257, 257, 257, 257, 257]
+    assert (data.train.sizes + data.test.sizes).tolist() == by_client.tolist()
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(20, 4), (3, 4), (2, 5), (1, 10)])
+def test_auto_deals_other_data_by_class(clients, classes):
+    """Four classes each; two clients need five to hold the ten digits between them, one needs all."""
+    data = federated("digits", clients=clients, key=0, test=0.0, unseen=0.0)
+    y = data.y.numpy()
+    assert {len(set(y[data.train[i]])) for i in range(clients)} == {classes}
+    assert data.train.sizes.sum() == 1797
 
 
 def test_a_partition_may_be_asked_for():

@@ -83,7 +83,7 @@ def test_images_keep_their_shape():
         (([["a"], ["b"], ["c"]], [0, 1, 0], [0, 0, 0]), "x must be an array of numbers, got <U1"),
         ((np.zeros((3, 1), complex), [0, 1, 0], [0, 0, 0]), "x must be an array of numbers, got complex128"),
         (([[1.0], [2.0, 3.0], [1.0]], [0, 1, 0], [0, 0, 0]), "x must be an array of numbers: "),
-        (([[1.0], [None], [1.0]], [0, 1, 0], [0, 0, 0]), "x must be an array of numbers: "),
+        (([[1.0], [None], [1.0]], [0, 1, 0], [0, 0, 0]), "x must be finite: row 1"),
         (
             ([[1, 2], [3, np.nan], [np.inf, 1]], [0, 1, 0], [0, 0, 0]),
             r"row 1 \(from 0\) holds NaN or infinity",
@@ -168,8 +168,8 @@ def test_parquet_of_several_kinds(tmp_path):
     ("text", "message"),
     [
         ("", "a.csv: the file is empty: its first line must name the columns"),
-        ("client,f\na,1\n", "a.csv: no label column 'label': the file has client, f"),
-        ("who,f,label\na,1,0\n", "a.csv: no clients in 'client': the file has who, f, label"),
+        ("client,f\na,1\n", "a.csv: no 'label': the file has client, f"),
+        ("who,f,label\na,1,0\n", "a.csv: no 'client': the file has who, f, label"),
         ("client,label\na,1\n", "a.csv: no feature column beside client and label"),
         ("client,f,f,label\na,1,1,0\n", "a.csv: more than one column is called 'f'"),
         ("client,f,label\na,1,0\nb,two,0\n", "a.csv: line 3, column 'f': 'two' is not a finite number"),
@@ -191,16 +191,16 @@ def test_bad_csv_is_explained(tmp_path, text, message):
 
 def test_csv_of_another_encoding_is_explained(tmp_path):
     (tmp_path / "a.csv").write_bytes("client,f,label\nJosé,1,0\n".encode("latin-1"))
-    with pytest.raises(ApieceError, match="a.csv: cannot be read: 'utf-8' codec"):
+    with pytest.raises(ApieceError, match=r"a\.csv: cannot be read: 'utf-8' codec"):
         from_path(tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"images": X, "y": [0, 1, 0]}, "a.npz: no array 'x': the file has images, y"),
-        ({"x": X, "labels": [0, 1, 0], "w": [1]}, "a.npz: no array 'y': the file has x, labels, w"),
-        ({"x": X, "y": [0, 1, 0], "id": [1]}, "a.npz: no clients in 'client': the file has x, y, id"),
+        ({"images": X, "y": [0, 1, 0]}, "a.npz: no 'x' and no 'client': the file has images, y"),
+        ({"x": X, "labels": [0, 1, 0], "w": [1]}, "a.npz: no 'y' and no 'client': the file has x, labels, w"),
+        ({"x": X, "y": [0, 1, 0], "id": [1]}, "a.npz: no 'client': the file has x, y, id"),
         ({"x": X, "y": [0, 1], "client": [0, 0, 0]}, "a.npz: x, y and clients .* got 3, 2, 3"),
         (
             {"x": X, "y": np.array([0, "a", None], dtype=object), "client": [0, 0, 0]},
@@ -219,15 +219,15 @@ def test_bad_npz_is_explained(tmp_path, arrays, message):
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 no archive either"])
 def test_what_is_no_archive_is_explained(tmp_path, content):
     (tmp_path / "a.npz").write_bytes(content)
-    with pytest.raises(ApieceError, match="a.npz: not a .npz archive"):
+    with pytest.raises(ApieceError, match=r"a\.npz: not a \.npz archive"):
         from_path(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"client": [1], "f": [1.0]}, "a.parquet: no label column 'label': the file has client, f"),
-        ({"f": [1.0], "label": [0]}, "a.parquet: no clients in 'client': the file has f, label"),
+        ({"client": [1], "f": [1.0]}, "a.parquet: no 'label': the file has client, f"),
+        ({"f": [1.0], "label": [0]}, "a.parquet: no 'client': the file has f, label"),
         ({"client": [1], "f": ["x"], "label": [0]}, "a.parquet: column 'f' is not numeric but string"),
         ({"client": [1, 1], "f": [1.0, None], "label": [0, 1]}, "a.parquet: x must be finite: row 1"),
         (
@@ -247,7 +247,7 @@ def test_bad_parquet_is_explained(tmp_path, columns, message):
 
 
 def test_what_is_no_parquet_is_explained(tmp_path):
-    with pytest.raises(ApieceError, match="a.parquet: cannot be read: "):
+    with pytest.raises(ApieceError, match=r"a\.parquet: cannot be read: "):
         from_path(write(tmp_path / "a.parquet", "nothing"))
 
 
@@ -368,7 +368,7 @@ def test_bad_folders_are_explained(tmp_path):
     with pytest.raises(ApieceError, match=r"b.csv: features of shape \(1,\), .*a.csv has \(2,\)"):
         from_path(tmp_path)
     write(other, "f,g,label\n1,2,0\n1,2,-1\n")
-    with pytest.raises(ApieceError, match="b.csv: labels out of range: -1 in row 1"):
+    with pytest.raises(ApieceError, match=r"b\.csv: labels out of range: -1 in row 1"):
         from_path(tmp_path)
     npz(tmp_path / "b.npz", x=X, y=[0, 1, 0])
     with pytest.raises(ApieceError, match="more than one file of client 'b'"):

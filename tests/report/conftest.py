@@ -33,9 +33,8 @@ for _group in ("seen", "unseen"):
 ROUND_COLUMNS.append("seconds")
 
 
-def scores(
-    initial: float, personalized: float, worst10: float = 0.5, harmed: float = 0.0
-) -> dict[str, float]:
+def group(initial: float, personalized: float, worst10: float = 0.5, harmed: float = 0.0) -> dict[str, float]:
+    """A group of clients as summary.json tells of it."""
     return {
         "initial": initial,
         "personalized": personalized,
@@ -52,15 +51,15 @@ def make(
     rounds: Sequence[Mapping[str, object]] = (),
     clients: Rows = (),
     partition: Rows = (),
-    seen: Mapping[str, Any] | None = None,
-    unseen: Mapping[str, Any] | None = None,
+    seen: tuple[float, ...] = (0.5, 0.75),
+    unseen: tuple[float, ...] | None = None,
     bytes_up: int = 1000,
     seconds: float = 10.0,
     finished: bool = True,
     settings: Mapping[str, Any] | None = None,
     **experiment: Any,
 ) -> Path:
-    """A run folder. `rounds` name only the columns they fill."""
+    """A run folder. `rounds` name only the columns they fill; `seen`, `unseen`: see `group`."""
     folder.mkdir(parents=True)
     described = {"method": method, "data": "digits", "rounds": 4, "seed": seed} | experiment
     (folder / "experiment.toml").write_text(toml(described, settings or {}), encoding="utf-8")
@@ -81,8 +80,8 @@ def make(
             "bytes_up": bytes_up,
             "bytes_down": 2 * bytes_up,
             "metric": "accuracy",
-            "seen": seen or scores(0.5, 0.75),
-            "unseen": unseen,
+            "seen": group(*seen),
+            "unseen": group(*unseen) if unseen else None,
         }
         (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return folder

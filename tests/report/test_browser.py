@@ -1,12 +1,14 @@
-"""The page in a real browser: Chromium, driven over its DevTools pipe, so that no driver need be installed."""
+"""The page in a real browser: Chromium over its DevTools pipe, which needs no driver and no library."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,37 +18,46 @@ from typing import Any
 import pytest
 
 from apiece import report
-from conftest import scores
 
-BINARY = next(
-    (
-        path
-        for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
-        if (path := shutil.which(name))
-    ),
-    None,
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BINARY = next((path for name in NAMES if (path := shutil.which(name))), None)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-pipe",
 )
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"]
+# Chromium listens on descriptor 3 and speaks on 4.
+LAUNCH = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 SECONDS = 30
 UGLY = "<script>alert(1)</script>" + "long" * 30
 
 
 class Browser:
-    """One Chromium with one tab. Messages are JSON, ended by a zero byte, on its descriptors 3 and 4."""
+    """One Chromium with one tab. Messages are JSON, ended by a zero byte."""
 
     def __init__(self, binary: str, profile: str) -> None:
-        out_read, self.write_end = os.pipe()
-        self.read_end, in_write = os.pipe()
-        command = ["/bin/sh", "-c", f'exec "$@" 3<&{out_read} 4>&{in_write}', "sh", binary, *FLAGS]
+        (its_read, self.write_end), (self.read_end, its_write) = os.pipe(), os.pipe()
+        theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (its_read, its_write)]  # clear of 3 and 4
         self.process = subprocess.Popen(
-            [*command, f"--user-data-dir={profile}"],
-            pass_fds=(out_read, in_write),
+            [sys.executable, "-c", LAUNCH, *map(str, theirs), binary, *FLAGS, f"--user-data-dir={profile}"],
+            pass_fds=theirs,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(out_read)
-        os.close(in_write)
+        for end in (its_read, its_write, *theirs):
+            os.close(end)
         self.sent = 0
         self.buffer = b""
         self.events: list[dict[str, Any]] = []
@@ -120,7 +131,7 @@ class Browser:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if BINARY is None:
-        pytest.skip("no Chromium: looked for chromium, chromium-browser, google-chrome, chrome on the PATH")
+        pytest.skip(f"no Chromium on the PATH: looked for {', '.join(NAMES)}")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         opened = Browser(BINARY, profile)
         yield opened
@@ -142,8 +153,8 @@ def written(fake: Callable[..., Path], tmp_path: Path) -> Path:
             rounds=rounds,
             clients=clients,
             partition=partition,
-            seen=scores(0.5, best - 0.01 * seed),
-            unseen=scores(0.4, best - 0.02 * seed),
+            seen=(0.5, best - 0.01 * seed),
+            unseen=(0.4, best - 0.02 * seed),
             finished=method != UGLY,
         )
         for method, best in (("fedavg", 0.8), ("reptile", 0.9), (UGLY, 0.0))

@@ -14,11 +14,11 @@ from apiece import report
 from apiece.errors import ApieceError
 from apiece.report import page, plots, results
 from apiece.report.results import Count, Curve, Scores, Stat, TableRow
-from conftest import scores
 
 Fake = Callable[..., Path]
 
 NONE = Stat(None, None)
+NOBODY = Scores(NONE, NONE, NONE, NONE)
 ROUNDS = [
     {"round": 0, "seen_initial_mean": 0.1, "seen_personalized_mean": 0.3},
     {"round": 2, "seen_initial_mean": 0.5, "seen_personalized_mean": 0.7},
@@ -32,9 +32,7 @@ CLIENTS = [
 ]
 
 
-def row(
-    label: str, seen: Scores, unseen: Scores = Scores(NONE, NONE, NONE, NONE), seeds: int = 3
-) -> TableRow:
+def row(label: str, seen: Scores, unseen: Scores = NOBODY, seeds: int = 3) -> TableRow:
     return TableRow(label, label, tuple(range(seeds)), 0, seen, unseen, NONE, NONE, NONE)
 
 
@@ -59,20 +57,33 @@ def test_headline_names_the_best_on_both_kinds_of_clients() -> None:
         row("c", pair(Stat(0.80, 0.0), Stat(0.500, 0.004)), pair(Stat(0.75, 0.0), Stat(0.40, 0.004))),
     ]
     assert page.headline(rows, "accuracy") == [
-        "On unseen clients b has the best personalized accuracy, 90.0 ± 0.4 %, above its initial 75.0 ± 0.0 % "
-        "by 15.0 points; next is a with 88.0 ± 0.3 %, behind by 2.0 points.",
-        "On seen clients a has the best personalized accuracy, 90.4 ± 0.3 %, above its initial 80.0 ± 0.0 % "
-        "by 10.4 points; next is b with 90.0 ± 0.4 %, behind by 0.4 points, within one std of the difference "
-        "(0.5).",
+        "On unseen clients b has the best personalized accuracy, 90.0 ± 0.4 %, above its initial 75.0 ± 0.0 "
+        "% by 15.0 points; next is a with 88.0 ± 0.3 %, behind by 2.0 points.",
+        "On seen clients a has the best personalized accuracy, 90.4 ± 0.3 %, above its initial 80.0 ± 0.0 "
+        "% by 10.4 points; next is b with 90.0 ± 0.4 %, behind by 0.4 points, within one std of the "
+        "difference (0.5).",
     ]
 
 
 def test_headline_does_not_hide_harm_or_a_single_seed() -> None:
     rows = [row("a", pair(Stat(0.80, None), Stat(0.75, None)), seeds=1)]
     assert page.headline(rows, "accuracy") == [
-        "On seen clients a reaches 75.0 % accuracy once personalized, below its initial 80.0 % by 5.0 points.",
+        "On seen clients a reaches 75.0 % accuracy once personalized, below its initial 80.0 % "
+        "by 5.0 points.",
         "One seed: by how much chance moves these numbers is not known.",
     ]
+
+
+def test_headline_of_a_tie() -> None:
+    rows = [row(label, pair(Stat(0.5, 0.1), Stat(0.75, 0.1))) for label in ("a", "b")]
+    assert page.headline(rows, "accuracy")[0].endswith("; level with it is b with 75.0 ± 10.0 %.")
+
+
+def test_title_names_few_methods_and_counts_many(fake: Fake) -> None:
+    html = page.html([results.load(fake(name, method=name)) for name in "abc"])
+    assert "<h1>a, b and c on digits</h1>" in html
+    html = page.html([results.load(fake(name, method=name)) for name in "defg"])
+    assert "<h1>4 methods on digits</h1>" in html
 
 
 def test_headline_without_results() -> None:
@@ -105,7 +116,7 @@ def test_harmed_clients_are_counted_among_those_scored(fake: Fake) -> None:
     assert html.count('class="rings s0"') == 1
 
 
-def test_a_run_without_unseen_clients_speaks_of_none(fake: Fake) -> None:
+def test_where_all_clients_are_seen_no_others_are_spoken_of(fake: Fake) -> None:
     html = page.html([results.load(fake("run", rounds=ROUNDS, clients=CLIENTS[:2]))])
     assert "seen clients, %" in html
     assert "unseen" not in text_of(html)
@@ -166,7 +177,7 @@ def test_figures_have_names_and_tables_have_heads(fake: Fake) -> None:
                 rounds=ROUNDS,
                 clients=CLIENTS,
                 partition=PARTITION,
-                unseen=scores(0.4, 0.6),
+                unseen=(0.4, 0.6),
             )
         )
         for method in ("a", "b")
@@ -193,7 +204,7 @@ def test_many_methods_get_a_panel_each(fake: Fake) -> None:
 
 
 def test_a_method_keeps_its_colour(fake: Fake) -> None:
-    """The second method is s1 in the table, the legend, four of … every figure."""
+    """Of two methods the first is s0 and the second s1, whatever the figure draws."""
     runs = [results.load(fake(m, method=m, rounds=ROUNDS, clients=CLIENTS)) for m in ("a", "b")]
     html = page.html(runs)
     for kind in ("line", "mark", "full", "hollow", "dots", "fill"):
@@ -231,7 +242,7 @@ def test_choose_keeps_both_kinds_of_clients_and_adds_up_classes() -> None:
     assert part.unseen == {317}
     assert (part.rows, part.classes_per_row) == (44, 3)  # 130 / 3, rounded up
     assert part.counts[4, 1] == 2 + 7  # classes 4 and 5 are both on line 1
-    assert part.sizes[4, "train"], part.sizes[4, "test"] == (9, 1)
+    assert (part.sizes[4, "train"], part.sizes[4, "test"]) == (9, 1)
     assert part.rule == (
         "one client in 4 is drawn, evenly by id: 81 of 320; each line adds up 3 consecutive classes"
     )

@@ -12,7 +12,6 @@ import pytest
 from apiece.errors import ApieceError
 from apiece.report import results
 from apiece.report.results import Client, Count, Curve, Stat
-from conftest import scores
 
 Fake = Callable[..., Path]
 
@@ -88,7 +87,7 @@ def test_table_puts_seeds_together(fake: Fake) -> None:
     """
     numbers = [(0.70, 0.90, 1000, 10.0), (0.70, 0.92, 2000, 10.0), (0.76, 0.94, 3000, 13.0)]
     runs = [
-        results.load(fake(f"run{seed}", seed=seed, seen=scores(a, b, 0.5, 0.1), bytes_up=up, seconds=seconds))
+        results.load(fake(f"run{seed}", seed=seed, seen=(a, b, 0.5, 0.1), bytes_up=up, seconds=seconds))
         for seed, (a, b, up, seconds) in enumerate(numbers)
     ]
     (row,) = results.table(runs)
@@ -104,12 +103,12 @@ def test_table_puts_seeds_together(fake: Fake) -> None:
 
 
 def test_one_seed_has_no_deviation(fake: Fake) -> None:
-    (row,) = results.table([results.load(fake("run", unseen=scores(0.4, 0.6)))])
+    (row,) = results.table([results.load(fake("run", unseen=(0.4, 0.6)))])
     assert row.unseen.personalized == Stat(0.6, None)
 
 
 def test_unfinished_runs_are_counted_not_averaged(fake: Fake) -> None:
-    done = results.load(fake("a", seed=0, seen=scores(0.5, 0.8)))
+    done = results.load(fake("a", seed=0, seen=(0.5, 0.8)))
     going = results.load(fake("b", seed=1, finished=False))
     (row,) = results.table([done, going])
     assert (row.seeds, row.unfinished, row.seen.personalized) == ((0,), 1, Stat(0.8, None))
@@ -117,8 +116,8 @@ def test_unfinished_runs_are_counted_not_averaged(fake: Fake) -> None:
 
 def test_a_client_group_that_scored_nan_in_a_run_is_left_out_of_its_mean(fake: Fake) -> None:
     runs = [
-        results.load(fake("a", seed=0, unseen=scores(0.5, 0.8))),
-        results.load(fake("b", seed=1, unseen=scores(float("nan"), float("nan")))),
+        results.load(fake("a", seed=0, unseen=(0.5, 0.8))),
+        results.load(fake("b", seed=1, unseen=(float("nan"), float("nan")))),
     ]
     assert results.table(runs)[0].unseen.personalized == Stat(0.8, None)
 
@@ -162,9 +161,9 @@ def test_differing_names_all_but_method_settings_and_seed(fake: Fake) -> None:
 def test_columns_mark_the_best(fake: Fake) -> None:
     """High is good for scores, low for harm and cost; what is printed alike is equally good."""
     runs = [
-        results.load(fake("a", method="a", seen=scores(0.50, 0.9001, 0.3, 0.2), bytes_up=1000, seconds=60)),
-        results.load(fake("b", method="b", seen=scores(0.60, 0.9002, 0.2, 0.1), bytes_up=3000, seconds=60)),
-        results.load(fake("c", method="c", seen=scores(0.55, 0.8000, 0.1, 0.3), bytes_up=2000, seconds=60)),
+        results.load(fake("a", method="a", seen=(0.50, 0.9001, 0.3, 0.2), bytes_up=1000, seconds=60)),
+        results.load(fake("b", method="b", seen=(0.60, 0.9002, 0.2, 0.1), bytes_up=3000, seconds=60)),
+        results.load(fake("c", method="c", seen=(0.55, 0.8000, 0.1, 0.3), bytes_up=2000, seconds=60)),
     ]
     columns = {(c.group, c.name): c for c in results.columns(results.table(runs))}
     assert {name: sorted(c.best) for (_, name), c in columns.items()} == {
@@ -177,7 +176,7 @@ def test_columns_mark_the_best(fake: Fake) -> None:
         "time": [],
     }
     assert columns["seen clients, %", "personalized"].cells == ("90.0", "90.0", "80.0")
-    assert columns["cost", "sent down"].cells == ("2.0 kB", "6.0 kB", "4.0 kB")
+    assert columns["cost", "sent down"].means == ("2.0 kB", "6.0 kB", "4.0 kB")
     assert not any(group.startswith("unseen") for group, _ in columns)
 
 
@@ -188,10 +187,11 @@ def test_cells() -> None:
 
 
 def test_human_units() -> None:
-    assert results.size(999) == "999.0 B"
+    assert results.size(999) == "999 B"
     assert results.size(12_340_000, 200_000) == "12.3 ± 0.2 MB"
     assert results.size(12_340_000, 20) == "12.3 MB"
-    assert results.size(0) == "0.0 B"
+    assert results.size(0) == "0 B"
+    assert results.duration(0.25) == "0.2 s"
     assert results.duration(90) == "1.5 min"
     assert results.duration(5400, 1800) == "1.5 ± 0.5 h"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -102,7 +103,10 @@ def federated(
     """Load, deal out and split. `auto` keeps the data's own clients, else deals out four classes each."""
     examples = load(name, clients=clients, key=key, client_column=client_column, label_column=label_column)
     if partition == "auto":
-        partition = "natural" if examples.client is not None else f"classes:{min(4, examples.classes)}"
+        each = max(
+            4, math.ceil(examples.classes / max(clients, 1))
+        )  # few clients: enough to deal out every class
+        partition = "natural" if examples.client is not None else f"classes:{min(each, examples.classes)}"
     parts, names = deal(partition, examples, clients, key)
     data = federate(examples, parts, names, key, test, unseen)
     if not data.seen.any():

@@ -56,7 +56,10 @@ def from_path(
     if not path.exists():
         raise ApieceError(f"no such file or folder: {path}")
     paths = _files(path) if path.is_dir() else [path]
-    tables = [_read(file, client_column, label_column) for file in paths]
+    columns = _Columns(
+        client_column, label_column, needs_client=not path.is_dir() and client_column is not None
+    )
+    tables = [_read(file, columns) for file in paths]
     _agree(paths, tables)
     with _about(path):
         _some_rows(sum(len(table.x) for table in tables))
@@ -66,13 +69,37 @@ def from_path(
         with _about(file):
             labels.append(_encode(table.y, names))
     x, y = np.concatenate([table.x for table in tables]), np.concatenate(labels)
-    if path.is_dir() or client_column is None:
-        stems = tuple(file.stem for file in paths)
-        return Examples(x, y, len(names), names, np.repeat(stems, [len(table.x) for table in tables]), stems)
-    [table] = tables
-    if table.client is None:
-        raise ApieceError(f"{path}: no clients in {client_column!r}: the file has {', '.join(table.names)}")
-    return Examples(x, y, len(names), names, table.client)
+    if columns.needs_client:
+        return Examples(x, y, len(names), names, tables[0].client)
+    stems = tuple(file.stem for file in paths)
+    return Examples(x, y, len(names), names, np.repeat(stems, [len(table.x) for table in tables]), stems)
+
+
+class _Columns(NamedTuple):
+    """What to look for in a file. A client column that is not needed is no feature either."""
+
+    client: str | None
+    label: str
+    needs_client: bool
+
+    def check(self, names: Sequence[str], *needed: str) -> None:
+        wanted = [*needed, self.client] if self.needs_client else needed
+        missing = [name for name in wanted if name not in names]
+        if missing:
+            raise ApieceError(f"no {' and no '.join(map(repr, missing))}: the file has {', '.join(names)}")
+
+    def features(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The columns of a table that are neither client nor label."""
+        if not names:
+            raise ApieceError("the file is empty: its first line must name the columns")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ApieceError(f"more than one column is called {twice[0]!r}")
+        self.check(names, self.label)
+        features = tuple(name for name in names if name not in (self.client, self.label))
+        if not features:
+            raise ApieceError("no feature column beside client and label")
+        return features
 
 
 class _Table(NamedTuple):
@@ -81,16 +108,15 @@ class _Table(NamedTuple):
     x: NDArray[np.float32]
     y: NDArray[Any]  # int64 or strings
     client: NDArray[Any] | None
-    features: tuple[str, ...]  # the columns in x; () where the format does not name them
-    names: tuple[str, ...]  # all in the file
+    features: tuple[str, ...] = ()  # the columns in x, where the format names them
 
 
-def _read(path: Path, client: str | None, label: str) -> _Table:
+def _read(path: Path, columns: _Columns) -> _Table:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ApieceError(f"{path}: the suffix must be one of {', '.join(_READERS)}, or give a folder")
     with _about(path):
-        table = reader(path, client, label)
+        table = reader(path, columns)
         _same_length(*(part for part in (table.x, table.y, table.client) if part is not None))
         return table
 
@@ -120,29 +146,26 @@ def _agree(paths: list[Path], tables: list[_Table]) -> None:
             raise ApieceError(f"{path}: feature columns {table.features}, other files have {named}")
 
 
-def _npz(path: Path, client: str | None, _: str) -> _Table:
+def _npz(path: Path, columns: _Columns) -> _Table:
     if not zipfile.is_zipfile(path):
         raise ApieceError("not a .npz archive")
     try:
         with np.load(path, allow_pickle=False) as file:
-            names = tuple(file.files)
-            arrays = {name: file[name] for name in names if name in ("x", "y", client)}
+            columns.check(file.files, "x", "y")
+            arrays = {name: file[name] for name in file.files if name in ("x", "y", columns.client)}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise ApieceError(f"cannot be read: {error}") from None
-    for name in ("x", "y"):
-        if name not in arrays:
-            raise ApieceError(f"no array {name!r}: the file has {', '.join(names)}")
-    ids = _column(arrays[client], "client ids") if client in arrays else None
-    return _Table(_features(arrays["x"]), _column(arrays["y"], "y"), ids, (), names)
+    ids = _column(arrays[columns.client], "client ids") if columns.client in arrays else None
+    return _Table(_features(arrays["x"]), _column(arrays["y"], "y"), ids)
 
 
-def _csv(path: Path, client: str | None, label: str) -> _Table:
+def _csv(path: Path, columns: _Columns) -> _Table:
     rows, lines = [], []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             names = tuple(name.strip() for name in next(reader, ()))
-            features = _feature_columns(names, client, label)
+            features = columns.features(names)
             for row in reader:
                 if row and len(row) != len(names):
                     raise ApieceError(f"line {reader.line_num} has {len(row)} cells, the header {len(names)}")
@@ -167,7 +190,8 @@ def _csv(path: Path, client: str | None, label: str) -> _Table:
     if len(bad):
         row, feature = bad[0]
         raise refuse(row, features[feature], f"{rows[row][places[feature]]!r} is not a finite number")
-    return _Table(x, keys(label), keys(client) if client in names else None, features, names)
+    ids = keys(columns.client) if columns.client in names else None
+    return _Table(x, keys(columns.label), ids, features)
 
 
 def _number(cell: str) -> float:
@@ -184,7 +208,7 @@ def _values(cells: list[str]) -> NDArray[Any]:
     return np.array(cells, dtype=np.str_)
 
 
-def _parquet(path: Path, client: str | None, label: str) -> _Table:
+def _parquet(path: Path, columns: _Columns) -> _Table:
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -194,34 +218,23 @@ def _parquet(path: Path, client: str | None, label: str) -> _Table:
         table = parquet.ParquetFile(path).read()
     except (OSError, pa.ArrowException) as error:
         raise ApieceError(f"cannot be read: {error}") from None
-    names = tuple(table.column_names)
-    features = _feature_columns(names, client, label)
-    columns = []
+    names: tuple[str, ...] = tuple(table.column_names)
+    features = columns.features(names)
+    x = []
     for name in features:
         kind = table.schema.field(name).type
         if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
             raise ApieceError(f"column {name!r} is not numeric but {kind}")
-        columns.append(table.column(name).cast(pa.float32(), safe=False).to_numpy())
-    ids = _column(table.column(client).to_pylist(), f"column {client!r}") if client in names else None
-    y = _column(table.column(label).to_pylist(), f"column {label!r}")
-    return _Table(_features(np.stack(columns, axis=1)), y, ids, features, names)
+        x.append(table.column(name).cast(pa.float32(), safe=False).to_numpy())
+
+    def keys(name: str) -> NDArray[Any]:
+        return _column(table.column(name).to_pylist(), f"column {name!r}")
+
+    ids = keys(columns.client) if columns.client in names else None
+    return _Table(_features(np.stack(x, axis=1)), keys(columns.label), ids, features)
 
 
-def _feature_columns(names: tuple[str, ...], client: str | None, label: str) -> tuple[str, ...]:
-    if not names:
-        raise ApieceError("the file is empty: its first line must name the columns")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ApieceError(f"more than one column is called {twice[0]!r}")
-    if label not in names:
-        raise ApieceError(f"no label column {label!r}: the file has {', '.join(names)}")
-    features = tuple(name for name in names if name not in (client, label))
-    if not features:
-        raise ApieceError("no feature column beside client and label")
-    return features
-
-
-_READERS: dict[str, Callable[[Path, str | None, str], _Table]] = {
+_READERS: dict[str, Callable[[Path, _Columns], _Table]] = {
     ".npz": _npz,
     ".csv": _csv,
     ".parquet": _parquet,

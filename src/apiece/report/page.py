@@ -73,8 +73,13 @@ def html(runs: Sequence[Run], command: str = "") -> str:
 def title(story: Story) -> str:
     methods = list(dict.fromkeys(row.method for row in story.rows))
     data = sorted({str(run.experiment["data"]) for run in story.runs if "data" in run.experiment})
-    what = methods[0] if len(methods) == 1 else f"{len(methods)} methods"
+    what = _listed(methods) if len(methods) <= 3 else f"{len(methods)} methods"
     return f"{what} on {', '.join(data)}" if data else what
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def headline(rows: Sequence[TableRow], metric: str) -> list[str]:
@@ -117,10 +122,12 @@ def _lead(rows: Sequence[TableRow], group: str, metric: str) -> str:
         )
     second, behind = others[0]
     gap = compare(scores.personalized, behind.personalized)
+    other = f"{second.label} with {cell(*behind.personalized)} %"
+    level = gap.startswith("0.0 ")
     return (
         f"On {group} clients {best.label} has the best personalized {metric}, "
-        f"{cell(*scores.personalized)} %{f', {gain}' if gain else ''}; next is {second.label} "
-        f"with {cell(*behind.personalized)} %, behind by {gap}."
+        f"{cell(*scores.personalized)} %{f', {gain}' if gain else ''}; "
+        + (f"level with it is {other}." if level else f"next is {other}, behind by {gap}.")
     )
 
 
@@ -510,7 +517,7 @@ main { max-width: 1160px; margin: 0 auto; padding: 56px 40px 40px; }
 .brand { margin: 0 0 28px; font-weight: 650; }
 .brand span { color: var(--soft); font-weight: 400; }
 h1 { font-size: clamp(30px, 5vw, 46px); line-height: 1.12; letter-spacing: -.022em; margin: 0 0 20px; }
-h1, h3, .note, dd, summary { overflow-wrap: anywhere; }
+h1, h3, .lead, .sub, .note, dd, li, summary, figcaption { overflow-wrap: anywhere; }
 h2 { font-size: 24px; line-height: 1.25; letter-spacing: -.012em; margin: 0 0 6px; font-weight: 650; }
 h3 { font-size: 15px; line-height: 1.4; margin: 0 0 8px; font-weight: 500; }
 h3 b { font-weight: 650; }
@@ -581,7 +588,7 @@ thead span { display: block; border-bottom: 1px solid var(--rule); padding-botto
 thead tr:last-child th { border-bottom: 1px solid var(--soft); padding-bottom: 8px; }
 tr > :first-child { text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--bg); }
 tbody th { font-weight: 600; white-space: normal; }
-tbody th .name { display: flex; align-items: baseline; width: max-content; max-width: 190px; }
+tbody th .name { display: flex; align-items: baseline; width: max-content; max-width: 160px; }
 tbody th .name span { overflow-wrap: anywhere; }
 tbody tr:hover > * { background: var(--shade); }
 .first { padding-left: 24px; }

@@ -17,6 +17,7 @@ from apiece.report.results import Client, Count, Curve, Stat, cell, size
 COLOURS = 7  # as many as stay apart for every kind of colour vision; classes s0 … s6 of the page
 POINTS = 200  # drawn per line at most
 BEHIND = 40  # drawn per grey line at most: there is one for each pair of methods
+FEW = 12  # evaluated rounds that are marked on their line, lest straight pieces be taken for data
 CROWD = 300  # marks in a scatter from which on they shrink
 COLUMNS = 80  # clients drawn in the partition picture at most
 ROWS = 64  # classes, or bins of classes, drawn there at most
@@ -127,6 +128,9 @@ def curves(
     for s in series:
         parts.append(_line(s.mean, x, y, f"line {style(s.style)}{' dashed' if s.dashed else ''}"))
         parts += [_line(curve, x, y, f"line dotted {style(s.style)}") for curve in s.unfinished]
+        if 0 < len(s.mean.rounds) <= FEW:
+            places = zip(s.mean.rounds, s.mean.means, strict=True)
+            parts.append(_dots([(x(r), y(m)) for r, m in places], 2.5, s.style))
     for s in series:
         curve = s.mean if s.mean.rounds else next((c for c in s.unfinished if c.rounds), s.mean)
         if curve.rounds:
@@ -184,7 +188,7 @@ def bars(rows: Sequence[tuple[int, str, Stat]], most: float, aria: str) -> str:
 def scatter(clients: Sequence[Client], index: int, limits: tuple[float, float], aria: str) -> str:
     """Each client's initial (across) against personalized (up); below the diagonal personalization harmed."""
     width, height = 320, 332
-    x, y = Scale(*limits, 40, width - 12), Scale(*limits, height - 40, 24)
+    x, y = Scale(*limits, 44, width - 8), Scale(*limits, height - 40, 24)
     marks = ticks(*limits, 6)
     triangle = (
         f"M{_n(x(limits[0]))} {_n(y(limits[0]))}L{_n(x(limits[1]))} {_n(y(limits[1]))}V{_n(y(limits[0]))}z"
@@ -205,7 +209,7 @@ def scatter(clients: Sequence[Client], index: int, limits: tuple[float, float], 
                 parts.append(
                     _dots(found, radius * shrink, index) if seen else _diamonds(found, radius * shrink, index)
                 )
-    parts.append('<text x="40" y="14">personalized</text>')
+    parts.append('<text x="44" y="14">personalized</text>')
     return _svg(width, height, "".join(parts), aria)
 
 
@@ -370,7 +374,7 @@ def _axes(
     parts = []
     for value in up:
         parts.append(f'<path class="grid" d="M{_n(x.start)} {_n(y(value))}H{_n(x.stop)}"/>')
-        at = f'x="{_n(x.start - 7)}" y="{_n(y(value) + 4)}"'
+        at = f'x="{_n(x.start - 10)}" y="{_n(y(value) + 4)}"'
         parts.append(f'<text {at} text-anchor="end">{value * 100:g}</text>')
     for value in across:
         at = _n(x(value))
@@ -422,9 +426,9 @@ def _mark(index: int, x: float, y: float) -> str:
     return f'<path class="mark {style(index)}" {at} d="{MARKS[index % COLOURS]}"/>'
 
 
-def _dots(places: Sequence[tuple[int, int]], radius: float, index: int) -> str:
+def _dots(places: Sequence[tuple[float, float]], radius: float, index: int) -> str:
     """Lines of no length with round ends: the shortest way to say many dots."""
-    d = "".join(f"M{x} {y}h0" for x, y in places)
+    d = "".join(f"M{_n(x)} {_n(y)}h0" for x, y in places)
     return f'<path class="dots {style(index)}" stroke-width="{_n(2 * radius)}" d="{d}"/>'
 
 

@@ -117,12 +117,13 @@ class TableRow(NamedTuple):
 
 
 class Column(NamedTuple):
-    """One column of the table: a number, its text and whether it is (one of) the best, for every row."""
+    """One column of the table: for every row the number and its text; and which rows are the best."""
 
     group: str
     name: str
     stats: tuple[Stat, ...]
     cells: tuple[str, ...]
+    means: tuple[str, ...]  # the cells without their ±
     best: frozenset[int]
 
 
@@ -257,7 +258,9 @@ def cell(mean: float | None, std: float | None = None) -> str:
 
 def size(mean: float | None, std: float | None = None) -> str:
     """Bytes in human units: 12.3 MB."""
-    return _scaled(mean, std, (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)))
+    if mean is not None and mean < 1e3:
+        return f"{mean:.0f} B"
+    return _scaled(mean, std, (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)))
 
 
 def duration(mean: float | None, std: float | None = None) -> str:
@@ -268,7 +271,7 @@ def duration(mean: float | None, std: float | None = None) -> str:
 def _scaled(mean: float | None, std: float | None, units: tuple[tuple[str, float], ...]) -> str:
     if mean is None:
         return ABSENT
-    name, unit = [(name, unit) for name, unit in units if unit == 1.0 or mean >= unit][-1]
+    name, unit = [(name, unit) for name, unit in units if mean >= unit or unit == units[0][1]][-1]
     # Traffic rarely depends on the seed: "± 0.0" would be noise.
     return f"{_plus_minus(mean, std if std and std >= 0.05 * unit else None, unit)} {name}"
 
@@ -286,19 +289,13 @@ def _column(
     text: Callable[[float | None, float | None], str],
     better: Callable[[Iterable[float]], float],
 ) -> Column:
-    means = {i: stat.mean for i, stat in enumerate(stats) if stat.mean is not None}
-    best: frozenset[int] = frozenset()
-    if means:
-        top = text(better(means.values()), None)
-        best = frozenset(i for i, mean in means.items() if text(mean, None) == top)
+    cells = tuple(text(stat.mean, stat.std) for stat in stats)
+    means = tuple(text(stat.mean, None) for stat in stats)
+    known = [stat.mean for stat in stats if stat.mean is not None]
+    top = text(better(known), None) if known else ABSENT
+    best = frozenset(i for i, mean in enumerate(means) if mean == top != ABSENT)
     # A column in which all are best singles out nobody.
-    return Column(
-        group,
-        name,
-        tuple(stats),
-        tuple(text(*s) for s in stats),
-        best if len(best) < len(means) else frozenset(),
-    )
+    return Column(group, name, tuple(stats), cells, means, best if len(best) < len(known) else frozenset())
 
 
 def _labels(first: Sequence[Run]) -> list[str]:

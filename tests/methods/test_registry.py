@@ -1,0 +1,47 @@
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+import apiece
+from apiece import Recipe, catalog, check_method
+from apiece.methods import METHODS
+from apiece.methods.fedavg import FedAvg
+from apiece.wrappers import WRAPPERS
+
+SOURCE = Path(apiece.__file__).parent
+EVERY_METHOD = [*sorted(METHODS), *(f"{name}(fedavg)" for name in sorted(WRAPPERS)), "elastic(elastic(reptile))"]
+
+
+@pytest.mark.parametrize(("folder", "registry"), [("methods", METHODS), ("wrappers", WRAPPERS)])
+def test_every_file_has_its_line(folder: str, registry: dict[str, str]) -> None:
+    files = {path.stem for path in (SOURCE / folder).glob("[!_]*.py")}
+    assert {line.split(":")[0].rpartition(".")[2] for line in registry.values()} == files
+
+
+@pytest.mark.parametrize("name", sorted(METHODS | WRAPPERS))
+def test_each_is_a_described_frozen_dataclass(name: str) -> None:
+    cls = catalog.lookup(name)
+    assert is_dataclass(cls)
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert cls.__doc__
+    assert cls.paper
+    assert cls.kind in ("global", "meta", "personalized", "baseline")
+    assert fields(cls)
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_each_keeps_every_rule(name: str) -> None:
+    check_method(catalog.build(name, {}))
+
+
+def test_fedsgd_keeps_every_rule() -> None:
+    check_method(FedAvg(local=Recipe(batch_size=0, steps=1)))
+
+
+def test_methods_are_final() -> None:
+    with pytest.raises(TypeError, match="methods are final"):
+
+        @dataclass(frozen=True)
+        class Better(FedAvg):
+            pass
