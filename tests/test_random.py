@@ -52,7 +52,7 @@ def test_draws_are_the_same_under_vmap() -> None:
 
 def test_uniform_is_uniform() -> None:
     draws = random.uniform(random.as_key(3), (100_000,))
-    assert 0.0 <= float(draws.min())
+    assert float(draws.min()) >= 0.0
     assert float(draws.max()) < 1.0
     # Standard errors: mean 0.289/√n = 0.0009, each decile 0.3/√n = 0.001; five of them.
     assert abs(float(draws.mean()) - 0.5) < 0.005

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ def ragged(sizes: tuple[int, ...], features: int = 5, classes: int = 3) -> Feder
     x = draw.normal(size=(sum(sizes), features)).astype(np.float32)
     y = (x @ draw.normal(size=(features, classes))).argmax(1)
     edges = np.cumsum((0, *sizes))
-    parts = [np.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    parts = [np.arange(a, b) for a, b in pairwise(edges)]
     labels, names = ([str(i) for i in range(n)] for n in (classes, len(sizes)))
     return federate(Examples(x, y, classes, tuple(labels)), parts, names, key=0, test=0.0, unseen=0.0)
 

@@ -24,7 +24,9 @@ def lookup(name: str) -> type[Method]:
         raise unknown("method", name, known)
     cls = import_object(known.get(name, name), "method")
     if not (isinstance(cls, type) and issubclass(cls, Method) and is_dataclass(cls)):
-        raise ApieceError(f"method {name!r} is {cls!r}: it must be a frozen dataclass that subclasses apiece.Method")
+        raise ApieceError(
+            f"method {name!r} is {cls!r}: it must be a frozen dataclass that subclasses apiece.Method"
+        )
     return cls
 
 

@@ -9,9 +9,11 @@ runs the method on six ragged clients (of 0, 1, 4, 9, 17 and 25 examples) with a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from apiece import random, tree
 from apiece.data.federated import Examples, Federated, federate
-from apiece.engines.base import Engine, Federation, client_phase
+from apiece.engines.base import Engine, client_phase
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
@@ -47,16 +49,16 @@ class Finding(NamedTuple):
     detail: str
 
 
-class NonConforming(AssertionError):
+class NonConformingError(AssertionError):
     """A method that breaks a rule; the message lists every broken one."""
 
 
 def check_method(method: Method, device: str = "cpu") -> None:
-    """Raise NonConforming, with what is wrong and why it matters, unless the method keeps every rule."""
+    """Raise NonConformingError, with what is wrong and why it matters, unless the method keeps every rule."""
     broken = [finding for finding in examine(method, device) if not finding.ok]
     if broken:
         lines = "\n".join(f"- {finding.rule}: {finding.detail}" for finding in broken)
-        raise NonConforming(f"{type(method).__name__} breaks {len(broken)} rules:\n{lines}")
+        raise NonConformingError(f"{type(method).__name__} breaks {len(broken)} rules:\n{lines}")
 
 
 @torch.no_grad()
@@ -122,9 +124,11 @@ class _World:
         x = draw.normal(size=(n, 4)).astype(np.float32)
         y = (x @ draw.normal(size=(4, 3))).argmax(1).astype(np.int64)
         edges = np.cumsum((0, *SIZES))
-        parts = [np.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        parts = [np.arange(a, b) for a, b in pairwise(edges)]
         names = [str(i) for i in range(len(SIZES))]
-        data = federate(Examples(x, y, 3, ("a", "b", "c")), parts, names, key=1, test=0.0, unseen=0.0).to(device)
+        data = federate(Examples(x, y, 3, ("a", "b", "c")), parts, names, key=1, test=0.0, unseen=0.0).to(
+            device
+        )
         task = Task(_model, device=device)
         start = task.init(3)
         rows = _rows(np.arange(6)[None], device, key=11)
@@ -209,7 +213,7 @@ def _distance(a: Tree, b: Tree) -> tuple[float, str]:
         if isinstance(x, Tensor) and x.numel():
             x, y = x.double(), right[path].double()
             gap = float((x - y).abs().max() / y.abs().max().clamp(min=0.1))
-            worst = max(worst, (gap if gap == gap else float("inf"), path))
+            worst = max(worst, (math.inf if math.isnan(gap) else gap, path))
     return worst
 
 
@@ -226,7 +230,7 @@ def _runs(world: _World) -> Iterator[str]:
         except Exception:
             yield _told(error)
         else:
-            yield "a client reads task.proxy or task.prior: they are the server's own, clients get a task without"
+            yield "a client reads task.proxy or task.prior: they are the server's own, not the clients'"
 
 
 class _Leaky(Task):
@@ -253,7 +257,7 @@ def _static_fields(world: _World) -> Iterator[str]:
             seen.setdefault(path, set()).add(leaf)
     for path, values in seen.items():
         if len(values) > MOST_STATIC_VALUES:
-            yield f"broadcast/{path} takes a new Python value every round ({sorted(values)}): make it a 0-d tensor"
+            yield f"broadcast/{path} takes a new Python value every round: make it a 0-d tensor"
     for path, leaf in tree.flatten(server).items():
         if isinstance(leaf, float):
             yield f"server/{path} is a Python float: make it a 0-d tensor"
@@ -292,8 +296,8 @@ def _engines_agree(world: _World) -> Iterator[str]:
         gap, path = _distance(one, many)
         if gap > TOLERANCE:
             yield (
-                f"sequential and vectorized differ by {gap:.1e} at {path} in round {index}: use local.loop for "
-                f"every loop over batches, keep counters in its carry, weigh examples by batch.weight, "
+                f"sequential and vectorized differ by {gap:.1e} at {path} in round {index}: use local.loop "
+                f"for every loop over batches, keep counters in its carry, weigh examples by batch.weight, "
                 f"draw from batch.key"
             )
             return
@@ -341,7 +345,8 @@ def _reply_as_specified(world: _World) -> Iterator[str]:
         return
     for path, leaf in got.items():
         if leaf.shape != wanted[path].shape or not leaf.is_floating_point():
-            yield f"update/{path} is {tuple(leaf.shape)} {leaf.dtype}, expected floats of {tuple(wanted[path].shape)}"
+            expected = f"expected floats of {tuple(wanted[path].shape)}"
+            yield f"update/{path} is {tuple(leaf.shape)} {leaf.dtype}, {expected}"
 
 
 def _restorable(world: _World) -> Iterator[str]:
@@ -354,7 +359,10 @@ def _restorable(world: _World) -> Iterator[str]:
         for closed in training.rounds(server, 0, 2):
             server = closed.server
         if save:
-            values = {path: torch.clone(v) if isinstance(v, Tensor) else v for path, v in tree.flatten(server).items()}
+            values = {
+                path: torch.clone(v) if isinstance(v, Tensor) else v
+                for path, v in tree.flatten(server).items()
+            }
             server = tree.restore(world.server(), values)
         for closed in training.rounds(server, 2, ROUNDS):
             server = closed.server
@@ -407,9 +415,9 @@ def _inner_is_kept(world: _World) -> Iterator[str]:
 
 
 _RULES: dict[str, Callable[[_World], Iterator[str]]] = {
+    "client state keeps its shape": _state_is_constant,
     "runs": _runs,
     "static fields": _static_fields,
-    "client state keeps its shape": _state_is_constant,
     "arguments stay unchanged": _arguments_unchanged,
     "reply as specified": _reply_as_specified,
     "deterministic": _deterministic,

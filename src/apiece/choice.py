@@ -62,7 +62,7 @@ class _Sketch(Federation):
 def choose(
     training: Training, server: Server, engines: dict[str, str], chunk: int, threads: int
 ) -> tuple[str, int, str]:
-    """(engine, threads, reason). `engines`: those allowed, each with why it cannot run or ''; threads 0: any."""
+    """(engine, threads, reason). `engines`: those allowed, and why each cannot run, or ''; threads 0: any."""
     device = training.federation.task.device
     able = [name for name, why in engines.items() if not why]
     barred = "; ".join(f"{name} cannot run this model: {why}" for name, why in engines.items() if why)
@@ -79,7 +79,7 @@ def choose(
 
 
 def _probe(training: Training, server: Server, chunk: int, name: str, threads: int) -> float:
-    """Seconds to train and to personalize on one batch per client; the best of three, after a warm-up. Nothing is kept."""
+    """Seconds to train and personalize on one batch per client: the best of three. Nothing is kept."""
     torch.set_num_threads(threads)
     engine = build(name, training.federation.task.device, chunk)
     federation = training.federation
@@ -97,4 +97,3 @@ def _probe(training: Training, server: Server, chunk: int, name: str, threads: i
         seconds.append(time.perf_counter() - begin)
         federation.store.forget()
     return min(seconds[1:])
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +80,14 @@ def _score(federation: Federation, broadcast: Broadcast, client: Tree, train: Sh
     )
 
 
-def _each_client(engine, federation, broadcast, ids, round, fn):  # type: ignore[no-untyped-def]
+def _each_client(
+    engine: Engine,
+    federation: Federation,
+    broadcast: Broadcast,
+    ids: list[int],
+    round: int,
+    fn: Callable[..., Tree],
+) -> Iterator[tuple[list[int], Tree]]:
     """(ids, answers) chunk by chunk of `fn(federation, broadcast, client, train, test)`."""
     data = federation.data
     key = random.fold(federation.root, "personalize", round)
@@ -89,7 +97,9 @@ def _each_client(engine, federation, broadcast, ids, round, fn):  # type: ignore
         test, test_even = federation.rows(data.test, clients, clients, key)
         states = federation.states(engine, broadcast, clients)
 
-        def one(train: Rows, test: Rows, state: Tree, even: tuple[bool, bool] = (train_even, test_even)) -> Tree:
+        even = (train_even, test_even)
+
+        def one(train: Rows, test: Rows, state: Tree, even: tuple[bool, bool] = even) -> Tree:
             shards = federation.shard(train, even[0]), federation.shard(test, even[1])
             return fn(federation, broadcast, state, *shards)
 

@@ -95,9 +95,11 @@ def from_table(table: Mapping[str, Any], base: Experiment | None = None) -> Expe
     for key in table:
         if key not in hints:
             raise unknown("key of an experiment", key, hints)
-    values = {
-        key: dict(value) if key == "settings" else convert(value, hints[key], key) for key, value in table.items()
-    }
+    values = {key: convert(value, hints[key], key) for key, value in table.items() if key != "settings"}
+    if "settings" in table:
+        if not isinstance(table["settings"], Mapping):
+            raise ApieceError(f"settings must be a table, got {table['settings']!r}")
+        values["settings"] = dict(table["settings"])
     return replace(base or Experiment(), **values)
 
 

@@ -24,9 +24,7 @@ def loop(step: Callable[[Carry, Batch], Carry], carry: Carry, batches: Iterable[
     return carry
 
 
-def sgd(
-    objective: Callable[[Params, Batch], Tensor], params: Params, data: Shard, recipe: Recipe
-) -> Params:
+def sgd(objective: Callable[[Params, Batch], Tensor], params: Params, data: Shard, recipe: Recipe) -> Params:
     """`params` trained on `data` by the recipe's optimizer, which starts afresh."""
     optimizer = recipe.rule.build()
     gradient = grad(objective)

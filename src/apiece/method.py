@@ -25,7 +25,7 @@ Broadcast = Any
 class Round(NamedTuple):
     """What the server knows of a round."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     key: int  # all randomness of the round descends from it
     cohort_size: int
     population: int
@@ -78,7 +78,9 @@ class Method(ABC):
     def __init_subclass__(cls) -> None:
         for base in cls.__mro__[1:]:
             if issubclass(base, Method) and not base.__abstractmethods__ and base is not Method:
-                raise TypeError(f"{cls.__name__} inherits from {base.__name__}: methods are final, wrap instead")
+                raise TypeError(
+                    f"{cls.__name__} inherits from {base.__name__}: methods are final, wrap instead"
+                )
 
     def __post_init__(self) -> None:
         local = self.local.over(DEFAULT).checked("local")

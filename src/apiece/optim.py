@@ -1,8 +1,8 @@
 """Optimizers as pairs of pure functions, for clients and for the server.
 
-    optimizer = sgd(0.1, momentum=0.9)
-    state = optimizer.init(params)
-    params, state = optimizer.update(gradient, state, params)
+optimizer = sgd(0.1, momentum=0.9)
+state = optimizer.init(params)
+params, state = optimizer.update(gradient, state, params)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Optimizer(NamedTuple):
 class Moments(NamedTuple):
     first: Params
     second: Params
-    count: Tensor
+    steps: Tensor
 
 
 def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizer:
@@ -72,7 +72,7 @@ def _moments(
     def update(gradient: Params, state: Moments, params: Params) -> tuple[Params, Moments]:
         if weight_decay:
             gradient = gradient + weight_decay * params
-        count = state.count + 1
+        count = state.steps + 1
         m = b1 * state.first + (1 - b1) * gradient
         v = state.second.map(second, gradient * gradient)
         m_hat, v_hat = (m / _unbias(b1, count), v / _unbias(b2, count)) if corrected else (m, v)
@@ -93,7 +93,9 @@ def yogi(
     lr: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-3, weight_decay: float = 0.0
 ) -> Optimizer:
     """Zaheer et al. 2018, without bias correction; v ← v − (1 − b2)·g²·sign(v − g²)."""
-    return _moments(lr, b1, b2, eps, weight_decay, lambda v, g2: v - (1 - b2) * g2 * torch.sign(v - g2), False)
+    return _moments(
+        lr, b1, b2, eps, weight_decay, lambda v, g2: v - (1 - b2) * g2 * torch.sign(v - g2), False
+    )
 
 
 def adagrad(lr: float, eps: float = 1e-10, weight_decay: float = 0.0) -> Optimizer:
@@ -162,13 +164,14 @@ class Recipe(NamedTuple):
 
     def over(self, base: Recipe) -> Recipe:
         """This recipe where it is set, `base` elsewhere. Setting epochs alone leaves inherited steps."""
-        if self.epochs is not INHERIT and self.steps is INHERIT:
-            self = self._replace(steps=0)
-        return Recipe(*(b if a is INHERIT else a for a, b in zip(self, base, strict=True)))
+        mine = self._replace(steps=0) if self.epochs is not INHERIT and self.steps is INHERIT else self
+        values: list[Any] = [b if a is INHERIT else a for a, b in zip(mine, base, strict=True)]
+        return Recipe(*values)
 
     @property
     def rule(self) -> Rule:
-        return Rule(*self[: len(Rule._fields)])
+        values: dict[str, Any] = {name: getattr(self, name) for name in Rule._fields}
+        return Rule(**values)
 
     def checked(self, name: str) -> Recipe:
         """This recipe if it can be followed; `name` says whose it is."""

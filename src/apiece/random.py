@@ -64,7 +64,7 @@ def _number(data: int | str | Tensor) -> int | Tensor:
 
 
 @overload
-def fold(key: int, *data: int | str) -> int: ...
+def fold(key: int, *data: int | str) -> int: ...  # type: ignore[overload-overlap]
 @overload
 def fold(key: int | Tensor, *data: int | str | Tensor) -> Tensor: ...
 def fold(key: int | Tensor, *data: int | str | Tensor) -> int | Tensor:

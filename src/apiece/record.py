@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apiece import checkpoint, folder as files
+from apiece import checkpoint
+from apiece import folder as files
 from apiece.data.federated import Federated
 from apiece.evaluate import Group, Pair
 from apiece.method import Server
@@ -20,7 +21,11 @@ SCORE_COLUMNS = tuple(
     name
     for group in GROUPS
     for name in (
-        *(f"{group}_{score}_{figure}" for score in SCORES for figure in ("mean", "weighted", "std", "worst10")),
+        *(
+            f"{group}_{score}_{figure}"
+            for score in SCORES
+            for figure in ("mean", "weighted", "std", "worst10")
+        ),
         f"{group}_harmed",
     )
 )
@@ -91,7 +96,16 @@ class Record:
             return
         n_train, n_test = data.train.sizes.tolist(), data.test.sizes.tolist()
         rows = [
-            (i, int(data.seen[i]), "test", metric, n_train[i], n_test[i], pair.initial[i], pair.personalized[i])
+            (
+                i,
+                int(data.seen[i]),
+                "test",
+                metric,
+                n_train[i],
+                n_test[i],
+                pair.initial[i],
+                pair.personalized[i],
+            )
             for metric, pair in pairs.items()
             for i in range(data.population)
         ]

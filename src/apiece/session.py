@@ -155,7 +155,7 @@ def _anchored(experiment: Experiment) -> Experiment:
         file = Path(path if colon else name)
         return f"{file.resolve()}{colon}{name if colon else ''}" if file.exists() else text
 
-    named = {field: anchor(getattr(experiment, field)) for field in ("method", "model")}
+    named: dict[str, Any] = {field: anchor(getattr(experiment, field)) for field in ("method", "model")}
     data = str(Path(experiment.data).resolve()) if Path(experiment.data).exists() else experiment.data
     return replace(experiment, data=data, **{k: v for k, v in named.items() if ":" in v})
 
@@ -176,7 +176,7 @@ def _claim(folder: Path) -> int:
 
 
 def load_data(experiment: Experiment) -> Federated:
-    return datasets.federated(
+    return datasets.prepare(
         experiment.data,
         partition=experiment.partition,
         clients=experiment.clients,

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 class Rows(NamedTuple):
     """Where a client's examples lie: what differs between the clients of one chunk."""
 
-    index: Tensor  # rows of the resident arrays, padded at the end
+    place: Tensor  # rows of the resident arrays, padded at the end
     size: Tensor  # how many of them are real
     key: Key  # this client in this round
     split_key: Key  # this client in every round
@@ -56,10 +56,10 @@ class Shard:
 
     @property
     def _capacity(self) -> int:
-        return self._rows.index.shape[0]
+        return self._rows.place.shape[0]
 
     def _positions(self, count: int) -> Tensor:
-        return torch.arange(count, device=self._rows.index.device)
+        return torch.arange(count, device=self._rows.place.device)
 
     def _order(self, key: Key) -> Tensor:
         """A permutation of the real examples, then the padding."""
@@ -93,7 +93,7 @@ class Shard:
             order = self._order(fold(self.key, epoch))
             for batch in range(min(per_pass, count - epoch * per_pass)):
                 start = batch * width
-                index = self._rows.index[order[start : start + width]]
+                index = self._rows.place[order[start : start + width]]
                 real = start + self._positions(index.shape[0]) < self.size
                 yield self._batch(index, real, self.size > start, fold(self.key, epoch, batch))
 
@@ -104,13 +104,13 @@ class Shard:
             epoch, batch = step // per_pass, step % per_pass
             order = self._order(fold(self.key, epoch))
             position = batch * width + self._positions(width)
-            index = self._rows.index[order[position.clamp(max=self._capacity - 1)]]
+            index = self._rows.place[order[position.clamp(max=self._capacity - 1)]]
             yield self._batch(index, position < self.size, self.size > 0, fold(self.key, epoch, batch))
 
     def all(self) -> Batch:
         """Every example in one batch, in stored order."""
         real = self._positions(self._capacity) < self.size
-        return self._batch(self._rows.index, real, self.size > 0, fold(self.key, "all"))
+        return self._batch(self._rows.place, real, self.size > 0, fold(self.key, "all"))
 
     def split(self, fraction: float = 0.5) -> tuple[Shard, Shard]:
         """(support, query): the same two parts in every round. The support is rounded up."""
@@ -121,7 +121,7 @@ class Shard:
         rest = (support + self._positions(n)).clamp(max=max(n - 1, 0))
         parts = ((order[:most], support, "support"), (order[rest], self.size - support, "query"))
         first, second = (
-            Rows(self._rows.index[index], size, fold(self.key, name), fold(self._rows.split_key, name))
+            Rows(self._rows.place[index], size, fold(self.key, name), fold(self._rows.split_key, name))
             for index, size, name in parts
         )
         return replace(self, _rows=first, _even=False), replace(self, _rows=second, _even=False)

@@ -55,9 +55,13 @@ def spec(method: Method, task: Task, broadcast: Broadcast, start: Params, x: Tre
     key = as_key(0, device)
     rows = Rows(torch.zeros(1, dtype=torch.int64, device=device), as_key(1, device), key, key)
     x, y, rows, key, broadcast, start = tree.map(fake, (x, y, rows, key, broadcast, start))
-    with mode, torch.no_grad():
-        client = method.init_client(task, broadcast, start, key)
-        reply = method.client_update(task, broadcast, client, OneBatch(x, y, rows, True))
+    try:
+        with mode, torch.no_grad():
+            client = method.init_client(task.for_clients(), broadcast, start, key)
+            reply = method.client_update(task.for_clients(), broadcast, client, OneBatch(x, y, rows, True))
+    except Exception as error:
+        error.add_note(f"while the shape of {type(method).__name__}'s reply was worked out on fake tensors")
+        raise
     return Spec(*tree.map(outline, (reply.update, client, dict(reply.metrics))))
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from apiece import tree
 from apiece.tree import Tree
@@ -131,20 +131,19 @@ class Store:
         raw = np.asarray(self._slots[ids, newest])
         values, start = {}, 0
         for name, (shape, dtype, size) in zip(tree.flatten(self.template), self._shapes, strict=True):
-            part = torch.from_numpy(np.ascontiguousarray(raw[:, start : start + size]))
-            values[name] = part.view(dtype).reshape(len(ids), *shape) if size else part.new_zeros(
-                (len(ids), *shape), dtype=dtype
-            )
+            part = torch.from_numpy(raw[:, start : start + size].copy())
+            values[name] = part.view(dtype).reshape(len(ids), *shape)
             start += size
         return tree.restore(self.template, values)
 
     @staticmethod
     def _bytes(states: Tree, count: int) -> NDArray[np.uint8]:
-        parts = [leaf.contiguous().reshape(count, -1).view(torch.uint8).numpy() for leaf in tree.leaves(states)]
+        parts = [
+            leaf.contiguous().reshape(count, -1).view(torch.uint8).numpy() for leaf in tree.leaves(states)
+        ]
         return np.concatenate(parts, axis=1)
 
 
-def _mapped(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray:
+def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     """A zero-filled file of that shape, sparse until written, or the one already there."""
-    mode = "r+" if path.exists() else "w+"
-    return np.memmap(path, dtype=dtype, mode=mode, shape=shape)
+    return np.memmap(path, dtype=dtype, mode="r+" if path.exists() else "w+", shape=shape)

@@ -24,6 +24,9 @@ Losses = Callable[[Tensor, Tree], Tensor]  # outputs, y → one loss per example
 Metric = Callable[[Tensor, Batch], Tensor]  # outputs, a whole test shard → one number
 
 
+_UNBUILT: Any = None
+
+
 @dataclass
 class _Stream:
     """The dropout key of one forward pass, and how many layers have drawn from it."""
@@ -101,7 +104,7 @@ class Task:
     prior: Params | None = None
     penalties: tuple[Penalty, ...] = ()
     # Structure and constant buffers, built once: copies of a task share it. Its parameters are never read.
-    module: nn.Module = None  # type: ignore[assignment]
+    module: nn.Module = _UNBUILT
 
     def __post_init__(self) -> None:
         if self.module is None:
@@ -125,7 +128,7 @@ class Task:
     def predict(self, params: Params, x: Tree, key: Key | None = None) -> Tensor:
         """Outputs for `x`; without a key, in evaluation mode."""
         with _drawing_from(key):
-            outputs: Any = functional_call(self.module, dict(params), (x,))
+            outputs: Tensor = functional_call(self.module, dict(params), (x,))
         return outputs
 
     def criterion(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -159,4 +162,4 @@ class Task:
         return replace(self, proxy=None, prior=None)
 
     def on(self, device: torch.device) -> Task:
-        return replace(self, device=device, module=None)
+        return replace(self, device=device, module=_UNBUILT)

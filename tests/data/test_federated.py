@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apiece import data as datasets
-from apiece.data import Examples, federate, federated, load, partition_table
+from apiece.data import Examples, federate, load, partition_table, prepare
 from apiece.data.federated import Ragged, generator
 from apiece.errors import ApieceError
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_loaded_is_explained(name, options, message):
 
 
 def test_auto_keeps_natural_clients():
-    data = federated("synthetic", clients=7, key=0)
+    data = prepare("synthetic", clients=7, key=0)
     by_client = np.bincount(load("synthetic", clients=7, key=0).client)
     assert (data.train.sizes + data.test.sizes).tolist() == by_client.tolist()
 
@@ -190,14 +190,14 @@ def test_auto_keeps_natural_clients():
 @pytest.mark.parametrize(("clients", "classes"), [(20, 4), (3, 4), (2, 5), (1, 10)])
 def test_auto_deals_other_data_by_class(clients, classes):
     """Four classes each; two clients need five to hold the ten digits between them, one needs all."""
-    data = federated("digits", clients=clients, key=0, test=0.0, unseen=0.0)
+    data = prepare("digits", clients=clients, key=0, test=0.0, unseen=0.0)
     y = data.y.numpy()
     assert {len(set(y[data.train[i]])) for i in range(clients)} == {classes}
     assert data.train.sizes.sum() == 1797
 
 
 def test_a_partition_may_be_asked_for():
-    data = federated("digits", "classes:2", clients=20, key=0, test=0.0, unseen=0.5)
+    data = prepare("digits", "classes:2", clients=20, key=0, test=0.0, unseen=0.5)
     y = data.y.numpy()
     assert {len(set(y[data.train[i]])) for i in range(20)} == {2}
     assert len(data.seen_ids) == 10
@@ -214,7 +214,7 @@ def test_a_partition_may_be_asked_for():
 )
 def test_bad_federations_are_explained(settings, message):
     with pytest.raises(ApieceError, match=message):
-        federated("digits", key=0, **settings)
+        prepare("digits", key=0, **settings)
 
 
 def test_the_partition_table_counts_what_is_held():

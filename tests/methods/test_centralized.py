@@ -13,7 +13,9 @@ def test_the_pool_is_every_seen_clients_training_data() -> None:
 
 
 def test_it_is_scored_on_the_real_clients() -> None:
-    result = run(Experiment(method="centralized", rounds=15, evaluate_every=15, engine="vectorized", threads=1))
+    result = run(
+        Experiment(method="centralized", rounds=15, evaluate_every=15, engine="vectorized", threads=1)
+    )
     scores = result.pairs["accuracy"]
     assert len(scores.initial) == 30
     assert not np.isnan(scores.initial).any()

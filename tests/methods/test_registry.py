@@ -10,7 +10,11 @@ from apiece.methods.fedavg import FedAvg
 from apiece.wrappers import WRAPPERS
 
 SOURCE = Path(apiece.__file__).parent
-EVERY_METHOD = [*sorted(METHODS), *(f"{name}(fedavg)" for name in sorted(WRAPPERS)), "elastic(elastic(reptile))"]
+EVERY_METHOD = [
+    *sorted(METHODS),
+    *(f"{name}(fedavg)" for name in sorted(WRAPPERS)),
+    "elastic(elastic(reptile))",
+]
 
 
 @pytest.mark.parametrize(("folder", "registry"), [("methods", METHODS), ("wrappers", WRAPPERS)])

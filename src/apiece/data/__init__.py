@@ -22,11 +22,11 @@ __all__ = [
     "Federated",
     "deal",
     "federate",
-    "federated",
     "from_arrays",
     "from_path",
     "load",
     "partition_table",
+    "prepare",
 ]
 
 DATASETS = {
@@ -89,7 +89,7 @@ def _built_in(
     return dataset.load(clients=clients, key=key, **given)
 
 
-def federated(
+def prepare(
     name: str,
     partition: str = "auto",
     *,

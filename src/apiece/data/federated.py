@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ class Examples:
     client_names: tuple[str, ...] | None = None  # given where some have no row
 
 
-class Ragged(NamedTuple):
+@dataclass(frozen=True)
+class Ragged:
     """Rows of many clients in one array: client i's are rows[offsets[i]:offsets[i + 1]]."""
 
     rows: Ints
@@ -46,7 +47,7 @@ class Ragged(NamedTuple):
     def sizes(self) -> Ints:
         return np.diff(self.offsets)
 
-    def __getitem__(self, client: Any) -> Ints:
+    def __getitem__(self, client: int | np.integer) -> Ints:
         return self.rows[self.offsets[client] : self.offsets[client + 1]]
 
     def take(self, clients: Sequence[int]) -> Ragged:
@@ -98,9 +99,7 @@ class Federated:
         rows = np.concatenate([self.train[i] for i in self.seen_ids])
         empty: Ints = np.zeros(0, dtype=np.int64)
         everyone = np.ones(1, dtype=bool)
-        return replace(
-            self, names=("pool",), train=Ragged.of([rows]), test=Ragged.of([empty]), seen=everyone
-        )
+        return replace(self, names=("pool",), train=Ragged.of([rows]), test=Ragged.of([empty]), seen=everyone)
 
 
 def federate(

@@ -142,10 +142,10 @@ def client_phase(
         federation.store.put(ids, _choose(finite, state, before))
         update = _choose(finite, update, tree.zeros(update))
         weight = torch.where(finite, weight, 0.0)
-        mean = reduce is MEAN
-        summed = tree.map(lambda u, w=weight: torch.tensordot(w, u.to(w.dtype), 1), update) if mean else update
+        if reduce is MEAN:
+            update = tree.map(lambda u, w=weight: torch.tensordot(w, u.to(w.dtype), 1), update)
         counted = tree.map(lambda m, f=finite: torch.where(f, m, 0.0).sum(), metrics)
-        parts.append(_Part(summed, weight, finite, counted))
+        parts.append(_Part(update, weight, finite, counted))
         positions += chunk
 
     order = torch.as_tensor(np.argsort(positions), device=engine.device)

@@ -1,5 +1,5 @@
-"""Centralized: the upper baseline that a federation gives up. The seen clients' training data are pooled
-and trained on as one; the model is scored on the real clients. A round is `local.epochs` passes over the pool.
+"""Centralized: the baseline that a federation gives up. The seen clients' training data are pooled and
+trained on as one; the model is scored on the real clients. A round is `local.epochs` passes over the pool.
 """
 
 from __future__ import annotations

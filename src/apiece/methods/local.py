@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from apiece.local import sgd
-from apiece.method import Client, Method, Model, Reply, Round
+from apiece.method import Method, Model, Reply, Round
 from apiece.optim import Recipe
 from apiece.params import Params
 from apiece.shard import Shard

@@ -1,0 +1,95 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apiece import Recipe
+from apiece.engines.base import WASTE, client_phase, cut
+from apiece.engines.sequential import Sequential
+from apiece.engines.vectorized import Vectorized
+from apiece.method import STACK, Stacked
+from apiece.methods.fedavg import FedAvg
+from tests.broken import UpdateOf
+from tests.worlds import CPU, federation, servers
+
+RECIPE = Recipe(batch_size=4, epochs=2, steps=0)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=40), st.integers(1, 9))
+def test_chunks_part_the_cohort_with_bounded_waste(sizes: list[int], limit: int) -> None:
+    chunks = cut(sizes, RECIPE, limit)
+    assert sorted(i for chunk in chunks for i in chunk) == list(range(len(sizes)))
+    for chunk in chunks:
+        batches = [max(1, math.ceil(sizes[i] / 4)) for i in chunk]
+        assert len(chunk) <= limit
+        assert max(batches) * len(chunk) <= WASTE * sum(batches)
+
+
+def test_even_cohorts_are_one_chunk() -> None:
+    assert cut([8, 7, 5, 8], RECIPE, 64) == [[0, 1, 2, 3]]
+    assert cut([100, 1, 1, 1], RECIPE._replace(steps=3), 64) == [[0, 1, 2, 3]]
+    assert cut([100, 1], RECIPE, 64) == [[0], [1]]
+
+
+def test_engines_agree_with_dropout_on_ragged_clients_over_many_rounds() -> None:
+    """Ten rounds, clients of 0 to 40 examples, chunks of three: 1e-5 of the largest entry of each tensor."""
+    method = FedAvg(local=Recipe(lr=0.1, batch_size=4, epochs=3))
+    sizes = (0, 1, 2, 5, 9, 17, 40, 8)
+    runs = []
+    for engine in (Sequential(CPU), Vectorized(CPU, 3), Vectorized(CPU, 64)):
+        training, server = federation(method, engine, sizes, 6)
+        runs.append(list(servers(training, server, 10)))
+    for one, few, many in zip(*runs, strict=True):
+        for name, p in one.params.items():
+            for other in (few, many):
+                assert (other.params[name] - p).abs().max() <= 1e-5 * p.abs().max()
+
+
+def test_stack_hands_over_every_reply_in_the_order_of_ids() -> None:
+    """Each client sends its size; weights are the sizes too."""
+    sizes = (5, 30, 0, 12)
+    for engine in (Sequential(CPU), Vectorized(CPU, 2)):
+        training, server = federation(UpdateOf(STACK), engine, sizes, 4)
+        round = training.round(0)
+        cohort = training.sampler(training.federation.data, round)
+        outcome = client_phase(engine, training.federation, training.broadcast(server, 0), cohort, round)
+        assert isinstance(outcome.update, Stacked)
+        assert outcome.update.updates.tolist() == [5.0, 30.0, 0.0, 12.0]
+        assert outcome.update.weights.tolist() == [5.0, 30.0, 0.0, 12.0]
+
+
+def test_mean_is_weighted() -> None:
+    """(5·5 + 30·30 + 0·0 + 12·12) / 47."""
+    for engine in (Sequential(CPU), Vectorized(CPU, 2)):
+        training, server = federation(UpdateOf(), engine, (5, 30, 0, 12), 4)
+        (after,) = servers(training, server, 1)
+        assert math.isclose(float(after.params["total"]), (25 + 900 + 144) / 47, rel_tol=1e-6)
+
+
+def test_a_reply_that_is_not_finite_counts_nothing() -> None:
+    """Client 1 (30 examples) answers NaN: (25 + 144) / 17 is left, and three replies."""
+    for engine in (Sequential(CPU), Vectorized(CPU, 8)):
+        training, server = federation(UpdateOf(bad_size=30), engine, (5, 30, 0, 12), 4)
+        with torch.no_grad():
+            (closed,) = training.rounds(server, 0, 1)
+        assert closed.finite.tolist() == [True, False, True, True]
+        assert int(closed.round.replies) == 3
+        assert math.isclose(float(closed.server.params["total"]), 169 / 17, rel_tol=1e-6)
+
+
+def test_no_weight_at_all_leaves_the_server_as_it_was() -> None:
+    training, server = federation(UpdateOf(), Vectorized(CPU, 8), (0, 0), 2)
+    (after,) = servers(training, server, 1)
+    assert float(after.params["total"]) == 0.0
+    assert not math.isnan(float(after.params["total"]))
+
+
+def test_errors_name_round_and_clients() -> None:
+    training, server = federation(UpdateOf(), Sequential(CPU), (3, 4), 2)
+    raising = replace(training, federation=replace(training.federation, method=UpdateOf(raises=True)))
+    with pytest.raises(RuntimeError) as caught:
+        list(raising.rounds(server, 0, 1))
+    assert caught.value.__notes__ == ["in client_update of UpdateOf, round 0, clients [0]"]

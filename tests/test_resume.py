@@ -1,0 +1,40 @@
+"""Real processes, real SIGKILL; the twenty of docs/reliability.md are made by `python -m tests.killing`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import killing
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An uninterrupted run for each kind of store."""
+    place = tmp_path_factory.mktemp("whole")
+    for store in ("memory", "mapped"):
+        killing.run_and_resume(place / store, store)
+    return {store: place / store for store in ("memory", "mapped")}
+
+
+@pytest.mark.parametrize(
+    ("store", "at"),
+    [
+        ("memory", {"line": 700}),
+        ("mapped", {"line": 1100}),
+        ("mapped", {"seconds": 3.0}),
+    ],
+    ids=["memory-write", "mapped-write", "mapped-clock"],
+)
+def test_killed_and_resumed_is_as_if_never_interrupted(
+    whole: dict[str, Path], tmp_path: Path, store: str, at: dict[str, float]
+) -> None:
+    killing.run_and_resume(tmp_path / "run", store, **at)  # type: ignore[arg-type]
+    assert killing.differences(whole[store], tmp_path / "run") == []
+
+
+def test_both_stores_end_with_the_same_scores(whole: dict[str, Path]) -> None:
+    """And the comparison can fail: files that tell of the store differ."""
+    names = killing.differences(whole["memory"], whole["mapped"])
+    assert "engine.json" in names
+    assert "clients.csv" not in names
+    assert "rounds.csv" not in names

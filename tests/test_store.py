@@ -1,0 +1,158 @@
+"""The store against a plain dictionary of what should be where after any crash."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apiece import Params
+from apiece.store import Store
+from tests.worlds import CPU
+
+
+class State(NamedTuple):
+    theta: Params
+    known: torch.Tensor
+    counts: torch.Tensor
+
+
+def template() -> State:
+    return State(
+        Params({"w": torch.empty(2, 3, device="meta")}),
+        torch.empty((), device="meta"),
+        torch.empty(2, dtype=torch.int64, device="meta"),
+    )
+
+
+def states(values: list[int]) -> State:
+    v = torch.tensor(values, dtype=torch.float32)
+    return State(
+        Params({"w": v[:, None, None].expand(-1, 2, 3)}), v + 0.5, torch.stack([v.long(), -v.long()], 1)
+    )
+
+
+def read(store: Store, client: int) -> int | None:
+    """The value a client's row was made of; every leaf must tell the same."""
+    if not store.known([client])[0]:
+        return None
+    row = store.get([client])
+    value = int(row.counts[0, 0])
+    expected = states([value])
+    for got, wanted in zip(
+        (row.theta["w"], row.known, row.counts),
+        (expected.theta["w"], expected.known, expected.counts),
+        strict=True,
+    ):
+        assert torch.equal(got, wanted)
+    return value
+
+
+def new(folder: Path | None, mapped: bool, clients: int = 4) -> Store:
+    store = Store(template(), clients, CPU, folder, mapped)
+    store.open(0)
+    return store
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_rows_come_back_mixed_fresh_and_committed(tmp_path: Path, mapped: bool) -> None:
+    store = new(tmp_path, mapped)
+    store.put([0, 2], states([10, 12]))
+    store.commit(1)
+    store.put([2, 3], states([22, 23]))
+    assert [read(store, i) for i in range(4)] == [10, None, 22, 23]
+    assert store.get([3, 0, 2]).counts[:, 0].tolist() == [23, 10, 22]
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.lists(st.integers(0, 3), unique=True, min_size=1), st.integers(0, 99)),
+        st.tuples(st.just("checkpoint")),
+        st.tuples(st.just("crash")),
+        st.tuples(st.just("crash in commit")),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps, st.booleans())
+def test_any_crash_goes_back_to_the_last_checkpoint(
+    tmp_path_factory: Any, script: list[Any], mapped: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    store, now, last = new(folder, mapped), {}, 0
+    saved: dict[int, int] = {}
+    for round, step in enumerate(script, start=1):
+        if step[0] == "put":
+            store.put(step[1], states([step[2] + i for i in step[1]]))
+            now.update({i: step[2] + i for i in step[1]})
+        elif step[0] == "checkpoint":
+            store.commit(round)
+            saved, last = dict(now), round
+        else:
+            if step[0] == "crash in commit":
+                store.commit(round)  # its checkpoint is never written
+            store = Store(template(), 4, CPU, folder, mapped)
+            store.open(last)
+            now = dict(saved)
+        assert {i: v for i in range(4) if (v := read(store, i)) is not None} == now
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_last_two_checkpoints_can_both_be_opened(tmp_path: Path, mapped: bool) -> None:
+    store = new(tmp_path, mapped)
+    for round in (1, 2, 3):
+        store.put([0], states([round]))
+        store.commit(round)
+    for round in (3, 2):
+        again = Store(template(), 4, CPU, tmp_path, mapped)
+        again.open(round, writable=False)
+        assert read(again, 0) == round
+
+
+def test_reading_alone_changes_nothing_on_disk(tmp_path: Path) -> None:
+    store = new(tmp_path, True)
+    store.put([1], states([5]))
+    store.commit(4)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    Store(template(), 4, CPU, tmp_path, True).open(3, writable=False)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_half_written_row_is_never_read(tmp_path: Path) -> None:
+    """A kill between the bytes and the tag: the tag is 0 and the other slot stands."""
+    store = new(tmp_path, True)
+    store.put([1], states([5]))
+    store.commit(1)
+    store.put([1], states([6]))
+    store.commit(2)
+    rows = np.memmap(tmp_path / "clients.rows", np.uint8, "r+", shape=(4, 2, 44))
+    tags = np.memmap(tmp_path / "clients.tags", np.int64, "r+", shape=(4, 2))
+    older = int(tags[1].argmin())
+    tags[1, older] = 0
+    rows[1, older, :7] = 255
+    again = Store(template(), 4, CPU, tmp_path, True)
+    again.open(2)
+    assert read(again, 1) == 6
+
+
+def test_the_file_is_sparse(tmp_path: Path) -> None:
+    """A million clients take the space of those that were met."""
+    store = new(tmp_path, True, clients=1_000_000)
+    store.put([999_999], states([1]))
+    store.commit(1)
+    held = (tmp_path / "clients.rows").stat()
+    assert held.st_size == 1_000_000 * 2 * 44
+    assert held.st_blocks * 512 < 1_000_000
+
+
+def test_methods_without_state_leave_no_file(tmp_path: Path) -> None:
+    store = Store((), 5, CPU, tmp_path, False)
+    store.open(0)
+    store.put([1], ())
+    store.commit(1)
+    assert list(tmp_path.iterdir()) == []
