@@ -126,9 +126,8 @@ class _World:
         edges = np.cumsum((0, *SIZES))
         parts = [np.arange(a, b) for a, b in pairwise(edges)]
         names = [str(i) for i in range(len(SIZES))]
-        data = federate(Examples(x, y, 3, ("a", "b", "c")), parts, names, key=1, test=0.0, unseen=0.0).to(
-            device
-        )
+        examples = Examples(x, y, 3, ("a", "b", "c"))
+        data = federate(examples, parts, names, key=1, test=0.0, unseen=0.0).to(device)
         task = Task(_model, device=device)
         start = task.init(3)
         rows = _rows(np.arange(6)[None], device, key=11)
