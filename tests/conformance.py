@@ -1,4 +1,4 @@
-"""The conformance suite on a device, with a log: `python -m tests.conformance --device cuda --log results/x.json`.
+"""The conformance suite on a device, with a log: `python -m tests.conformance --device cuda --log FILE`.
 
 Every registered method passes check_method there, and a run on digits agrees between the engines and with
 the CPU. For machines that CI does not have.
@@ -24,7 +24,7 @@ from apiece.wrappers import WRAPPERS
 
 
 def every_method() -> list[str]:
-    return [*sorted(METHODS), *(f"{name}(fedavg)" for name in sorted(WRAPPERS))]
+    return [catalog.example(name) for name in sorted(METHODS | WRAPPERS)]
 
 
 def server_params(engine: str, device: str, model: str) -> dict[str, torch.Tensor]:

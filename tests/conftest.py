@@ -1,5 +1,19 @@
 """One thread per test process: several test processes would fight over the cores."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from tests import command
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small finished run of FedAvg. Copy it before you change it."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    outcome = command.apiece("run", *command.SMALL, "--out", str(folder))
+    assert outcome.code == 0, outcome.err
+    return folder

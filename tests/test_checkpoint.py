@@ -19,6 +19,7 @@ def server(value: float, stage: int = 1) -> Server:
 
 
 def save(folder: Path, round: int, run: str = "run") -> None:
+    checkpoint.make_room(folder)
     checkpoint.write(folder, run, Checkpoint(round, server(float(round), stage=round), {"length": round}))
 
 
@@ -35,6 +36,12 @@ def test_the_newest_comes_back_and_two_are_kept(tmp_path: Path) -> None:
     assert (found.round, found.server.stage, found.log) == (100, 100, {"length": 100})
     assert found.server.params["w"].tolist() == [100.0] * 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000010", "round-000100"]
+
+
+def test_newest_goes_by_number_not_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 999_999)
+    save(tmp_path, 1_000_000)
+    assert load(tmp_path).round == 1_000_000  # type: ignore[union-attr]
 
 
 def test_no_pickle(tmp_path: Path) -> None:

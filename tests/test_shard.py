@@ -88,6 +88,16 @@ def test_orders_differ_between_epochs_and_rounds() -> None:
     assert list(range(10, 30)) not in (first, second, other)
 
 
+def test_at_another_key_the_examples_and_the_split_are_the_same() -> None:
+    """The server's proxy draws its orders below its own key and the round's."""
+    one, two, again = (shard(20).at(key) for key in (1, 2, 1))
+    (first,), (second,), (third,) = ([real(b) for b in s.batches(20)] for s in (one, two, again))
+    assert first == third != second
+    assert sorted(first) == sorted(second) == list(range(10, 30))
+    assert int(one.key) == random.fold(5, 1)
+    assert [real(p.all()) for p in one.split()] == [real(p.all()) for p in shard(20).split()]
+
+
 def test_batch_keys_are_those_of_epoch_and_batch() -> None:
     keys = [int(b.key) for b in shard(5).batches(2, epochs=2)]
     assert keys == [random.fold(5, e, b) for e in range(2) for b in range(3)]

@@ -150,6 +150,16 @@ def test_the_file_is_sparse(tmp_path: Path) -> None:
     assert held.st_blocks * 512 < 1_000_000
 
 
+def test_before_it_is_opened_a_mapped_store_holds_what_was_put(tmp_path: Path) -> None:
+    """As when an engine is measured before round 0; nothing reaches the disk."""
+    store = Store(template(), 4, CPU, tmp_path, True)
+    store.put([2], states([8]))
+    assert read(store, 2) == 8
+    store.forget()
+    assert read(store, 2) is None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_methods_without_state_leave_no_file(tmp_path: Path) -> None:
     store = Store((), 5, CPU, tmp_path, False)
     store.open(0)

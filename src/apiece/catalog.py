@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any, get_type_hints
 
 from apiece.errors import ApieceError, unknown
 from apiece.importing import import_object
-from apiece.method import Method, Wrapper, inner_methods
+from apiece.method import Method, inner_methods
 from apiece.methods import METHODS
 from apiece.optim import Recipe, Rule
 from apiece.settings import Settings, convert, replaced
 from apiece.wrappers import WRAPPERS
-
-_EXPRESSION = re.compile(r"([^()]+)(?:\((.*)\))?")
 
 
 def lookup(name: str) -> type[Method]:
@@ -23,7 +21,8 @@ def lookup(name: str) -> type[Method]:
     if name not in known and ":" not in name:
         raise unknown("method", name, known)
     cls = import_object(known.get(name, name), "method")
-    if not (isinstance(cls, type) and issubclass(cls, Method) and is_dataclass(cls)):
+    frozen = is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[union-attr]
+    if not (isinstance(cls, type) and issubclass(cls, Method) and frozen):
         raise ApieceError(
             f"method {name!r} is {cls!r}: it must be a frozen dataclass that subclasses apiece.Method"
         )
@@ -35,40 +34,102 @@ def build(expression: str, settings: Settings) -> Method:
 
     `lr` and the other entries of a recipe are short for `local.lr`; `inner.…` reaches a wrapped method.
     """
-    match = _EXPRESSION.fullmatch(expression.strip())
-    if match is None:
-        raise ApieceError(f"cannot read the method {expression!r}: write name or wrapper(name)")
-    name, inside = match.group(1).strip(), match.group(2)
+    name, inside = _split(expression)
     cls = lookup(name)
-    values: dict[str, Any] = {}
-    if issubclass(cls, Wrapper):
-        if not inside:
-            raise ApieceError(f"{name} wraps another method: write {name}(fedavg), say")
-        table = settings.get("inner", {})
-        if not isinstance(table, dict):
-            raise ApieceError("inner is a table: set its entries, for example inner.lr")
-        values["inner"] = build(inside, table)
-        settings = {key: value for key, value in settings.items() if key != "inner"}
-    elif inside is not None:
+    slots = _slots(cls)
+    if inside and not slots:
         raise ApieceError(f"{name} is not a wrapper: write {name} without parentheses")
-    return cls(**values, **_converted(cls, name, settings))
+    if len(inside) != len(slots):
+        wants = "another method" if len(slots) == 1 else f"{len(slots)} methods"
+        raise ApieceError(f"{name} wraps {wants}: write {example(name)}, say")
+    values = {slot: build(inner, _table(settings, slot)) for slot, inner in zip(slots, inside, strict=True)}
+    rest = {key: value for key, value in settings.items() if key not in slots}
+    defaults = {f.name: f.default for f in fields(cls) if f.name not in slots}  # type: ignore[arg-type]
+    values |= _converted(cls, name, rest, defaults)
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:  # a setting that must be given, or that the method refuses
+        raise ApieceError(f"method {name}: {error}") from error
 
 
-def _converted(cls: type[Method], name: str, settings: Settings) -> dict[str, Any]:
+def example(name: str) -> str:
+    """An expression with that name that can be built: a wrapper around something."""
+    slots = _slots(lookup(name))
+    return f"{name}({','.join(['fedavg', 'reptile'][: len(slots)])})" if slots else name
+
+
+def _slots(cls: type[Method]) -> list[str]:
+    """The fields that hold the methods an expression must name."""
     hints = get_type_hints(cls)
-    defaults = {f.name: f.default for f in fields(cls) if f.name != "inner"}  # type: ignore[arg-type]
+    return [f.name for f in fields(cls) if f.default is MISSING and _is_method(hints[f.name])]  # type: ignore[arg-type]
+
+
+def expressions(text: str) -> list[str]:
+    """Expressions between commas outside parentheses."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [one.strip() for one in found]
+
+
+def _split(expression: str) -> tuple[str, list[str]]:
+    """`elastic(fedavg)` → (elastic, [fedavg]); `fedavg` → (fedavg, [])."""
+    expression = expression.strip()
+    name, opened, rest = expression.partition("(")
+    if expression.endswith(")") and opened:
+        return name.strip(), [inner for inner in expressions(rest[:-1]) if inner]
+    return expression, []
+
+
+def _is_method(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Method)
+
+
+def _table(settings: Settings, name: str) -> Settings:
+    table = settings.get(name, {})
+    if not isinstance(table, Mapping):
+        raise ApieceError(f"{name} is a table: set its entries, for example {name}.lr")
+    return table
+
+
+def _converted(cls: type[Method], name: str, settings: Settings, defaults: Settings) -> dict[str, Any]:
+    """The settings as the types that the method's fields declare."""
+    hints = get_type_hints(cls)
+    short = isinstance(defaults.get("local"), Recipe)
     values: dict[str, Any] = {}
     for key, value in settings.items():
-        if isinstance(defaults.get(key), Recipe | Rule):
-            values[key] = replaced(values.get(key, defaults[key]), value, key)
+        default = values.get(key, defaults.get(key))
+        if isinstance(default, Recipe | Rule):
+            values[key] = replaced(default, value, key)
+        elif isinstance(default, Method):
+            values[key] = _changed(default, _table(settings, key), key)
         elif key in defaults:
             values[key] = convert(value, hints[key], key)
-        elif key in Recipe._fields and "local" in defaults:
+        elif key in Recipe._fields and short:
             values["local"] = replaced(values.get("local", defaults["local"]), {key: value}, "local")
+        elif key in Recipe._fields:
+            inside = next(f.name for f in fields(cls) if _is_method(hints[f.name]))  # type: ignore[arg-type]
+            raise ApieceError(f"{key} is a setting of the method inside {name}: write {inside}.{key}")
         else:
-            short = set(Recipe._fields) if "local" in defaults else {"inner"}
-            raise unknown(f"setting of {name}", key, set(defaults) | short)
+            raise unknown(f"setting of {name}", key, {*defaults, *(Recipe._fields if short else _slots(cls))})
     return values
+
+
+def _changed(method: Method, settings: Settings, name: str) -> Method:
+    """A finished method with some settings changed; what its `personal` had from `local` follows `local`."""
+    now = {f.name: getattr(method, f.name) for f in fields(method)}  # type: ignore[arg-type]
+    values = _converted(type(method), name, settings, now)
+    if "local" in values and "personal" not in values:
+        old, new, personal = method.local, values["local"], method.personal
+        same = {
+            key: getattr(new, key) for key in Recipe._fields if getattr(personal, key) == getattr(old, key)
+        }
+        values["personal"] = personal._replace(**same)
+    return replace(method, **values)  # type: ignore[type-var]
 
 
 def settings_of(method: Method) -> dict[str, Any]:
@@ -81,4 +142,6 @@ def settings_of(method: Method) -> dict[str, Any]:
             table[f.name] = settings_of(value)
         else:
             table[f.name] = value._asdict() if isinstance(value, Recipe | Rule) else value
+            if type(value) is tuple:  # as TOML reads it back
+                table[f.name] = list(value)
     return table

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ ROUNDS = 4
 COHORT = 4
 TOLERANCE = 1e-5
 MOST_STATIC_VALUES = 3
+LATE = 10**6  # a round of the last stage, in a method of several
+WEIGHT = 7.25  # that no reply would carry by chance
 
 
 class Finding(NamedTuple):
@@ -100,7 +103,7 @@ def _stressed(method: Method) -> Method:
     inner = {name: _stressed(value) for name, value in inner_methods(method).items()}
     own = {f.name for f in dataclasses.fields(method)}  # type: ignore[arg-type]
     recipes = {
-        name: getattr(method, name)._replace(epochs=2, batch_size=4)
+        name: getattr(method, name)._replace(epochs=2, batch_size=4 * bool(getattr(method, name).batch_size))
         for name in ("local", "personal")
         if name in own
     }
@@ -167,8 +170,8 @@ class _World:
     def reply(self, broadcast: Broadcast, client: Tree, key: int = 1, who: int = 5) -> Reply:
         return self.method.client_update(self.task.for_clients(), broadcast, client, self.shard(who, key))
 
-    def play(self, engine: Engine) -> Iterator[Tree]:
-        """(server, clients' states, their models) after each round."""
+    def play(self, engine: Engine) -> Iterator[_Snapshot]:
+        """What there is to see after each round."""
         training = self.training(engine)
         ids = list(range(len(SIZES)))
         server = self.server()
@@ -176,11 +179,19 @@ class _World:
             server = closed.server
             broadcast = training.broadcast(server, closed.round.index + 1)
             states = training.federation.states(engine, broadcast, ids)
-            yield server, states, models(engine, training.federation, broadcast, ids, closed.round.index + 1)
+            found = models(engine, training.federation, broadcast, ids, closed.round.index + 1)
+            yield _Snapshot(server, states, found)
+
+
+class _Snapshot(NamedTuple):
+    server: Server
+    clients: Tree
+    models: list[tuple[Params, Params]]  # initial, personalized
 
 
 def _model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Dropout(0.25), nn.Linear(8, 3))
+    layers = {"hidden": nn.Linear(4, 8), "relu": nn.ReLU(), "dropout": Dropout(0.25), "head": nn.Linear(8, 3)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def _rows(index: Any, device: torch.device, key: int) -> Rows:
@@ -218,8 +229,8 @@ def _distance(a: Tree, b: Tree) -> tuple[float, str]:
 
 def _runs(world: _World) -> Iterator[str]:
     try:
-        for server, states, _ in world.play(Sequential(world.task.device)):
-            if not tree.finite((server, states), world.task.device):
+        for seen in world.play(Sequential(world.task.device)):
+            if not tree.finite((seen.server, seen.clients), world.task.device):
                 yield "a state became NaN or infinite on clients of 0, 1, 4, 9, 17 and 25 examples"
                 return
     except Exception as error:
@@ -381,14 +392,16 @@ class _Probe(Wrapper):
     """Counts in its client state how often the client took part, from 1000."""
 
     inner: Method
+    calls: list[None] = dataclasses.field(default_factory=list)  # of client_update: was it run at all?
 
     def init_client(self, task: Task, broadcast: Broadcast, start: Params, key: Tensor) -> Count:
         inner = self.inner.init_client(task, broadcast, start, key)
         return Count(torch.full((), 1000.0, device=key.device), inner)
 
     def client_update(self, task: Task, broadcast: Broadcast, client: Count, data: Shard) -> Reply:
+        self.calls.append(None)
         reply = self.inner.client_update(task, broadcast, client.inner, data)
-        return reply._replace(state=Count(client.rounds + 1, reply.state), weight=data.size + 2)
+        return reply._replace(state=Count(client.rounds + 1, reply.state), weight=WEIGHT)
 
     def initial(self, task: Task, broadcast: Broadcast, client: Count) -> Params:
         return self.inner.initial(task, broadcast, client.inner)
@@ -398,18 +411,23 @@ class _Probe(Wrapper):
 
 
 def _inner_is_kept(world: _World) -> Iterator[str]:
-    """A wrapper hands on its inner method's state and weight."""
+    """A wrapper hands on its inner method's state and weight, whichever rounds it runs it in."""
     for name, inner in inner_methods(world.method).items():
         probe: Any = _Probe(inner)
         probed = world.with_method(dataclasses.replace(world.method, **{name: probe}))  # type: ignore[type-var]
-        broadcast = probed.broadcast()
-        client = probed.client(broadcast)
-        reply = probed.reply(broadcast, client)
-        weight = float(reply.weight)
-        reply = probed.reply(broadcast, reply.state)
-        if not any(leaf.dim() == 0 and float(leaf) == 1002.0 for leaf in tree.tensors(reply.state)):
+        server = probed.server()
+        states, weights = [], []
+        for index in (0, LATE):
+            broadcast = probed.method.broadcast(server, probed.round(index))
+            probe.calls.clear()
+            reply = probed.reply(broadcast, probed.client(broadcast))
+            if probe.calls:
+                weights.append(float(reply.weight))
+                states.append(tree.tensors(probed.reply(broadcast, reply.state).state))
+        counted = [any(leaf.dim() == 0 and float(leaf) == 1002.0 for leaf in state) for state in states]
+        if not counted or not all(counted):
             yield f"the state of {name} is lost: hand on reply.state of the inner method"
-        if weight != SIZES[5] + 2:
+        if any(weight != WEIGHT for weight in weights):
             yield f"the weight of {name}'s reply is lost: start from reply._replace(...)"
 
 

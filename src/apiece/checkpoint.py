@@ -1,6 +1,7 @@
 """Checkpoints: folders `round-000040` of one safetensors and one json file, written whole or not at all.
 
-The last two are kept. Clients' rows lie beside them in the store's own files.
+The last two are kept. Clients' rows lie beside them in the store's own files, two for each client: before
+newer ones replace the older of the two, the checkpoint that needs those goes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from apiece import tree
 from apiece.errors import ApieceError
 from apiece.tree import Tree
 
-KEEP = 2
-
 
 class Checkpoint(NamedTuple):
     round: int
@@ -30,7 +29,7 @@ class Checkpoint(NamedTuple):
 
 
 def write(folder: Path, run_id: str, checkpoint: Checkpoint) -> None:
-    """Add a checkpoint and drop all but the last two."""
+    """Add a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"round-{checkpoint.round:06d}"
     draft = folder / f"draft-{checkpoint.round:06d}"
@@ -55,7 +54,11 @@ def write(folder: Path, run_id: str, checkpoint: Checkpoint) -> None:
         sync(path)
     draft.rename(final)
     sync(folder)
-    for old in _rounds(folder)[:-KEEP]:
+
+
+def make_room(folder: Path) -> None:
+    """Drop all but the newest checkpoint, before clients' rows are written that the others would need."""
+    for old in _rounds(folder)[:-1]:
         shutil.rmtree(old)
 
 
@@ -88,7 +91,7 @@ def sync(path: Path) -> None:
 
 
 def _rounds(folder: Path) -> list[Path]:
-    return sorted(folder.glob("round-*"))
+    return sorted(folder.glob("round-*"), key=lambda path: int(path.name.removeprefix("round-")))
 
 
 def _digest(path: Path) -> str:

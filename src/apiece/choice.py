@@ -30,6 +30,7 @@ class Choice:
     chunk: int
     threads: int
     store: str
+    data: str  # a hash of the examples
     torch: str
     reason: str
 
@@ -67,7 +68,8 @@ def choose(
     able = [name for name, why in engines.items() if not why]
     barred = "; ".join(f"{name} cannot run this model: {why}" for name, why in engines.items() if why)
     if device.type == "cuda":
-        return able[0], torch.get_num_threads(), barred or "a CUDA device"
+        reason = "asked for" if len(engines) == 1 else "a CUDA device"
+        return able[0], threads or torch.get_num_threads(), barred or reason
     counts = [threads] if threads else sorted({1, torch.get_num_threads()})
     options = [(name, count) for name in able for count in counts]
     if len(options) == 1:

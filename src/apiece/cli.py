@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean, stdev
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from apiece import catalog, session, settings
+from apiece import experiment as experiments
+from apiece.check import examine
+from apiece.choice import pick_device
+from apiece.data import DATASETS
 from apiece.errors import ApieceError
+from apiece.experiment import Experiment
+from apiece.folder import json_text
+from apiece.methods import METHODS
+from apiece.models import MODELS
+from apiece.record import Groups
+from apiece.wrappers import WRAPPERS
 
 app = typer.Typer(
     name="apiece",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -32,111 +49,123 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
-# What fits 80 columns; the report shows the rest.
-_TERMINAL_COLUMNS = {
+# What the terminal shows of the report's table; the last ones are left out where it is too narrow.
+_TERMINAL_COLUMNS = (
     ("seen", "initial"),
     ("seen", "personalized"),
-    ("seen", "harmed"),
     ("unseen", "initial"),
     ("unseen", "personalized"),
+    ("seen", "harmed"),
     ("cost", "time"),
-}
+)
 
 WHAT, HOW, WHERE = "What to train", "How to run", "Output"
 
-MethodFlag = Annotated[
-    str | None,
-    typer.Option("--method", "-m", help="A method (see `apiece methods`), `wrapper(method)`, or `file.py:Class`.",
-                 rich_help_panel=WHAT),
-]
+
+class Flag(NamedTuple):
+    """How a key of the experiment is given on the command line."""
+
+    key: str
+    panel: str
+    help: str
+    short: tuple[str, ...] = ()
+
+    def parameter(self) -> inspect.Parameter:
+        default = getattr(Experiment(), self.key)
+        names = (f"--{self.key.replace('_', '-')}", *self.short)
+        shown = f" Default: {default}." if default not in ("", ()) else ""
+        option = typer.Option(*names, help=self.help + shown, rich_help_panel=self.panel)
+        kind: Any = list[str] if isinstance(default, tuple) else type(default)
+        return _parameter(self.key, Annotated[kind | None, option], None)
+
+
+FLAGS = (
+    Flag("method", WHAT, "A method (`apiece methods`), `wrapper(method)`, or `file.py:Class`.", ("-m",)),
+    Flag("data", WHAT, "A dataset (`apiece datasets`), or your own .npz, .csv, .parquet file or folder."),
+    Flag("client_column", WHAT, "Your data's column of clients."),
+    Flag("label_column", WHAT, "Your data's column of labels."),
+    Flag("model", WHAT, "A model (`apiece models`): `mlp`, `mlp(hidden=(64,32))`, or `file.py:factory`."),
+    Flag("clients", WHAT, "Clients to deal the data to, if it has none of its own."),
+    Flag(
+        "partition",
+        WHAT,
+        "How to deal: `iid`, `dirichlet:ALPHA[:MIN]`, `classes:K`, `power:SIGMA` or `natural`; `auto` is "
+        "`natural` for data with clients of its own, else `classes:4`.",
+    ),
+    Flag("partition_seed", WHAT, "Seed of the deal."),
+    Flag("test", WHAT, "Share of each client's examples held out for testing."),
+    Flag("unseen", WHAT, "Share of the clients that never train."),
+    Flag("proxy", WHAT, "Share of the seen clients' training examples that becomes the server's own."),
+    Flag("also", WHAT, "Another dataset to score as well, its clients as newcomers; may be repeated."),
+    Flag("start", WHAT, "A run's folder or a .safetensors file whose model to start from."),
+    Flag("prior", WHAT, "Likewise: the prior model of methods that keep to one."),
+    Flag("rounds", WHAT, "Rounds.", ("-r",)),
+    Flag("cohort", WHAT, "Clients per round."),
+    Flag("sampler", WHAT, "`uniform`; or, re-dealing rows, `client_drift`, `period_drift` or `no_drift`."),
+    Flag("seed", WHAT, "Seed of the training: one seed, one sequence of cohorts and batches."),
+    Flag("engine", HOW, "`sequential`, `vectorized`, or `auto`: the faster one."),
+    Flag("device", HOW, "`cpu`, `cuda`, `cuda:N`, or `auto`."),
+    Flag("chunk", HOW, "Clients computed at once, at the most."),
+    Flag("threads", HOW, "CPU threads; 0: as many as are fastest."),
+    Flag("store", HOW, "Where clients' states are kept: `memory`, `mapped` (on disk), or `auto`."),
+    Flag("evaluate_every", HOW, "Rounds between evaluations."),
+    Flag("checkpoint_every", HOW, "Rounds between checkpoints."),
+    Flag("target", HOW, "Score for the rounds-to-target figure."),
+    Flag("on_nan", HOW, "An update that is not finite: `stop` the run, or `skip` and count it."),
+)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
 SetFlag = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", rich_help_panel=WHAT,
-                 help="A setting of the method: `lr=0.1` (short for `local.lr`), `personal.epochs=3`, `inner.lr=0.1`."),
-]
-DataFlag = Annotated[
-    str | None,
-    typer.Option(help="A dataset (see `apiece datasets`), or your own .npz, .csv, .parquet file or folder.",
-                 rich_help_panel=WHAT),
-]
-ClientColumnFlag = Annotated[
-    str | None, typer.Option(help="Your data's column of clients.", rich_help_panel=WHAT)
-]
-LabelColumnFlag = Annotated[str | None, typer.Option(help="Your data's column of labels.", rich_help_panel=WHAT)]
-ModelFlag = Annotated[
-    str | None,
-    typer.Option(help="A model (see `apiece models`), as `mlp` or `mlp(hidden=(64,32))`, or `module:factory`.",
-                 rich_help_panel=WHAT),
-]
-ClientsFlag = Annotated[int | None, typer.Option(help="Clients to deal the data to.", rich_help_panel=WHAT)]
-PartitionFlag = Annotated[
-    str | None,
-    typer.Option(help="How: `iid`, `dirichlet:ALPHA[:MIN]`, `classes:K`, `power:SIGMA`, `natural`; "
-                 "`auto` keeps the data's own clients, else `classes:4`.", rich_help_panel=WHAT),
-]
-PartitionSeedFlag = Annotated[int | None, typer.Option(help="Seed of the deal.", rich_help_panel=WHAT)]
-TestFlag = Annotated[float | None, typer.Option(help="Share of each client's examples held out.", rich_help_panel=WHAT)]
-UnseenFlag = Annotated[float | None, typer.Option(help="Share of clients that never train.", rich_help_panel=WHAT)]
-RoundsFlag = Annotated[int | None, typer.Option("--rounds", "-r", help="Rounds.", rich_help_panel=WHAT)]
-CohortFlag = Annotated[int | None, typer.Option(help="Clients per round.", rich_help_panel=WHAT)]
-SeedFlag = Annotated[
-    int | None, typer.Option(help="Seed of all training: same seed, same cohorts and orders.", rich_help_panel=WHAT)
-]
-EngineFlag = Annotated[
-    str | None, typer.Option(help="`auto`, `sequential` or `vectorized`.", rich_help_panel=HOW)
-]
-DeviceFlag = Annotated[str | None, typer.Option(help="`auto`, `cpu`, `cuda` or `cuda:N`.", rich_help_panel=HOW)]
-ChunkFlag = Annotated[int | None, typer.Option(help="Clients computed at once, at the most.", rich_help_panel=HOW)]
-ThreadsFlag = Annotated[int | None, typer.Option(help="CPU threads; 0 measures.", rich_help_panel=HOW)]
-StoreFlag = Annotated[
-    str | None, typer.Option(help="Clients' states: `auto`, `memory` or `mapped` (on disk).", rich_help_panel=HOW)
-]
-EvaluateFlag = Annotated[int | None, typer.Option(help="Rounds between evaluations.", rich_help_panel=HOW)]
-CheckpointFlag = Annotated[int | None, typer.Option(help="Rounds between checkpoints.", rich_help_panel=HOW)]
-TargetFlag = Annotated[float | None, typer.Option(help="Score for the rounds-to-target figure.", rich_help_panel=HOW)]
-NanFlag = Annotated[
-    str | None,
-    typer.Option(help="A NaN update: `stop` the run, or `skip` that client and count it.", rich_help_panel=HOW),
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="A setting of the method (`apiece methods NAME`): `lr=0.1`, short for `local.lr=0.1`; "
+        "`personal.epochs=3`; `inner.lr=0.1` for the method in a wrapper. May be repeated.",
+        rich_help_panel=WHAT,
+    ),
 ]
 OutFlag = Annotated[
-    Path | None, typer.Option("--out", "-o", help="Folder for the run's files.", rich_help_panel=WHERE)
+    Path | None,
+    typer.Option(
+        "--out", "-o", help="Folder for the files. Default: a new one in runs/.", rich_help_panel=WHERE
+    ),
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.", rich_help_panel=WHERE)]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print JSON for a program to read.", rich_help_panel=WHERE)
+]
 ExperimentFile = Annotated[
-    Path | None, typer.Argument(metavar="[EXPERIMENT.toml]", help="An experiment; flags override what it says.")
+    Path | None, typer.Argument(metavar="EXPERIMENT.toml", help="An experiment; flags override what it says.")
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
 
 
+def _with_flags(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of an experiment, `--set`, `--out` and `--json`, as its **flags."""
+    shared = [
+        *(flag.parameter() for flag in FLAGS if flag.key not in left_out),
+        _parameter("set", SetFlag, None),
+        _parameter("out", OutFlag, None),
+        _parameter("json", JsonFlag, False),
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        command.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
 @app.command()
-def run(
-    experiment: ExperimentFile = None,
-    method: MethodFlag = None,
-    set: SetFlag = None,
-    data: DataFlag = None,
-    client_column: ClientColumnFlag = None,
-    label_column: LabelColumnFlag = None,
-    model: ModelFlag = None,
-    clients: ClientsFlag = None,
-    partition: PartitionFlag = None,
-    partition_seed: PartitionSeedFlag = None,
-    test: TestFlag = None,
-    unseen: UnseenFlag = None,
-    rounds: RoundsFlag = None,
-    cohort: CohortFlag = None,
-    seed: SeedFlag = None,
-    engine: EngineFlag = None,
-    device: DeviceFlag = None,
-    chunk: ChunkFlag = None,
-    threads: ThreadsFlag = None,
-    store: StoreFlag = None,
-    evaluate_every: EvaluateFlag = None,
-    checkpoint_every: CheckpointFlag = None,
-    target: TargetFlag = None,
-    on_nan: NanFlag = None,
-    out: OutFlag = None,
-    json: JsonFlag = False,
-) -> None:
+@_with_flags()
+def run(experiment: ExperimentFile = None, **flags: Any) -> None:
     """Run one experiment. Without anything else: FedAvg on digits, 30 clients.
 
     Examples:
@@ -146,155 +175,232 @@ def run(
     - `apiece run --data patients.csv --client-column hospital --label-column outcome`
 
     - `apiece run --method "elastic(fedavg)" --set alpha=0.5 --set inner.lr=0.1`
-    """
-    flags = dict(locals())
-    described = _experiment(flags)
-    folder = out or _free_folder(described.method, described.data, described.seed)
-    from apiece.session import run as run_experiment
 
-    with _bar(described.method, described.rounds, quiet=json) as tick:
-        result = run_experiment(described, folder, tick)
-    _show([folder], json, result.summary)
+    - `apiece run runs/first/experiment.toml --seed 1`
+    """
+    described = _experiment(experiment, flags)
+    folder = flags["out"] or _free_folder(described.method, described.data, f"s{described.seed}")
+    with _bar(described.method, described.rounds, flags["json"], folder, f"apiece resume {folder}") as tick:
+        session.run(described, folder, tick)
+    _show([folder], folder, flags["json"])
 
 
 @app.command()
+@_with_flags("method", "seed")
 def compare(
     experiment: ExperimentFile = None,
     methods: Annotated[
         str, typer.Option(help="Methods, separated by commas.", rich_help_panel=WHAT)
     ] = "local,fedavg,reptile",
-    seeds: Annotated[str, typer.Option(help="Seeds: `0-4` or `0,3,7`.", rich_help_panel=WHAT)] = "0",
-    set: SetFlag = None,
-    data: DataFlag = None,
-    client_column: ClientColumnFlag = None,
-    label_column: LabelColumnFlag = None,
-    model: ModelFlag = None,
-    clients: ClientsFlag = None,
-    partition: PartitionFlag = None,
-    partition_seed: PartitionSeedFlag = None,
-    test: TestFlag = None,
-    unseen: UnseenFlag = None,
-    rounds: RoundsFlag = None,
-    cohort: CohortFlag = None,
-    engine: EngineFlag = None,
-    device: DeviceFlag = None,
-    chunk: ChunkFlag = None,
-    threads: ThreadsFlag = None,
-    store: StoreFlag = None,
-    evaluate_every: EvaluateFlag = None,
-    checkpoint_every: CheckpointFlag = None,
-    target: TargetFlag = None,
-    on_nan: NanFlag = None,
-    out: OutFlag = None,
-    json: JsonFlag = False,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="Seeds: `0-4` or `0,3,7`. Default: the experiment's.", rich_help_panel=WHAT),
+    ] = None,
+    **flags: Any,
 ) -> None:
     """Run several methods with the same seeds, cohorts and batch orders, and print one table.
 
     What is finished in the output folder is not run again; what was interrupted goes on.
-    `--set fedavg.lr=0.1` sets one method, `--set lr=0.1` all of them.
+    `--set fedavg.lr=0.1` sets one method, `--set lr=0.1` all of them; the file's settings are for its method.
 
     Example: `apiece compare --methods local,fedavg,reptile --seeds 0-4 --partition classes:2`
     """
-    flags = dict(locals())
-    from apiece import session
-
     names = _split_methods(methods)
-    base = {key: flags[key] for key in flags if key not in ("methods", "seeds", "set")}
-    folder = out or _free_folder("compare", data or "digits", None)
-    folders = []
+    base = _experiment(experiment, {**flags, "set": None})
+    plan = {}
     for name in names:
-        for seed in _seeds(seeds):
-            described = _experiment({**base, "method": name, "seed": seed, "set": _for_method(set or [], name, names)})
-            place = folder / f"{_file_name(name)}-s{seed}"
-            with _bar(f"{name} seed {seed}", described.rounds, quiet=json) as tick:
-                session.run_or_resume(described, place, tick)
-            folders.append(place)
-    _show(folders, json, None)
+        chosen = {**flags, "method": name, "set": _for_method(flags["set"] or [], name, names)}
+        for seed in [base.seed] if seeds is None else _seeds(seeds):
+            described = _experiment(experiment, {**chosen, "seed": seed})
+            described.build_method()  # all mistakes are told before the first run
+            plan[f"{_file_name(name)}-s{seed}"] = described
+    # All methods train on equal data: if one needs a proxy set, it is taken from the clients of all.
+    proxy = max(described.with_proxy().proxy for described in plan.values())
+    plan = {place: replace(described, proxy=proxy) for place, described in plan.items()}
+    folder = flags["out"] or _free_folder("compare", base.data)
+    for place, described in plan.items():
+        title, again = f"{described.method} seed {described.seed}", f"the same command and --out {folder}"
+        with _bar(title, described.rounds, flags["json"], folder / place, again) as tick:
+            session.run_or_resume(described, folder / place, tick)
+    _show([folder / place for place in plan], folder, flags["json"])
+
+
+@app.command()
+@_with_flags("method", "seed", "data", "also", "start", "prior")
+def continual(
+    experiment: ExperimentFile = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Datasets in the order of training, separated by semicolons.", rich_help_panel=WHAT
+        ),
+    ] = "digits[0-4]; digits[5-9]",
+    first: Annotated[
+        str, typer.Option(help="The method of the first task.", rich_help_panel=WHAT)
+    ] = "fedavg",
+    methods: Annotated[
+        str, typer.Option(help="Methods of the later tasks, separated by commas.", rich_help_panel=WHAT)
+    ] = "fedavg,admm_fedmeta",
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="Seeds: `0-4` or `0,3,7`. Default: the experiment's.", rich_help_panel=WHAT),
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Train on one task after another and show what each method forgets.
+
+    The first task is trained once; each method then starts from its model, which is also its prior
+    (θ_p of ADMM-FedMeta). Every model is scored on the clients of all tasks. `--set admm_fedmeta.lam=0.5`
+    sets one method.
+
+    Example: `apiece continual --tasks "digits[0-4]; digits[5-9]" --methods fedavg,admm_fedmeta --seeds 0-4`
+    """
+    from apiece import continual as sequence
+
+    named = [task.strip() for task in tasks.split(";") if task.strip()]
+    if len(named) < 2:
+        raise ApieceError(f"--tasks takes two datasets or more, separated by semicolons, got {tasks!r}")
+    names = _split_methods(methods)
+    folder = flags["out"] or _free_folder("continual", first)
+    steps = []
+    for seed in _seeds(seeds or "0"):
+        described = [
+            _experiment(
+                experiment,
+                {**flags, "method": name, "seed": seed, "set": _for_method(flags["set"] or [], name, names)},
+            )
+            for name in names
+        ]
+        begun = _experiment(experiment, {**flags, "method": first, "seed": seed, "set": None})
+        steps += sequence.plan(described, begun, named, folder, _file_name)
+    for step in steps:
+        title, again = (
+            f"{step.experiment.method} {step.experiment.data}",
+            f"the same command and --out {folder}",
+        )
+        with _bar(title, step.experiment.rounds, flags["json"], step.folder, again) as tick:
+            session.run_or_resume(step.experiment, step.folder, tick)
+    _show_forgetting([(step.label, step.folder) for step in steps if step.last], named, flags["json"])
+
+
+@app.command()
+def curves(folder: RunFolder, json: JsonFlag = False) -> None:
+    """Adaptation curves of a run: its unseen clients' score by personalization epochs and by local examples.
+
+    They are written to adaptation.csv in its folder, where `apiece report` finds them.
+
+    Example: `apiece curves runs/first`
+    """
+    from apiece import adaptation, deploy
+
+    opened, server, round = deploy.latest(folder)
+    points = adaptation.curves(opened, server, round)
+    adaptation.write(folder, points)
+    _print_rows(
+        [
+            {
+                "along": p.along,
+                "amount": str(p.amount),
+                "accuracy in %": f"{100 * p.mean:.1f}",
+                "worst 10 %": f"{100 * p.worst10:.1f}",
+            }
+            for p in points
+        ],
+        json,
+    )
 
 
 @app.command()
 def resume(folder: RunFolder, json: JsonFlag = False) -> None:
-    """Go on with an interrupted run, from its last checkpoint, to the same files bit for bit."""
-    from apiece import experiment
-    from apiece.session import resume as resume_run
+    """Go on with an interrupted run, from its last checkpoint, to the same files bit for bit.
 
-    described = experiment.read(folder / "experiment.toml") if (folder / "experiment.toml").exists() else None
-    name, rounds = (described.method, described.rounds) if described else ("", 0)
-    with _bar(name, rounds, quiet=json) as tick:
-        result = resume_run(folder, tick)
-    _show([folder], json, result.summary)
+    Example: `apiece resume runs/first`
+    """
+    path = folder / "experiment.toml"
+    described = experiments.read(path) if path.exists() else Experiment()
+    with _bar(described.method, described.rounds, json, folder, f"apiece resume {folder}") as tick:
+        session.resume(folder, tick)
+    _show([folder], folder, json)
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Runs, or folders of runs.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Runs, or folders of runs.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")] = Path("report.html"),
 ) -> None:
-    """Write one self-contained HTML page: table, learning curves, every client, the partition."""
-    from apiece import report as reports
+    """Write one self-contained HTML page: table, learning curves, every client, the partition.
+
+    Example: `apiece report runs/first runs/second -o report.html`
+    """
+    from apiece import report as reports  # with matplotlib: slow to import
 
     runs = [run for folder in folders for run in _runs_in(folder)]
-    out.print(f"report: {reports.write(runs, output)}")
+    typer.echo(f"report: {reports.write(runs, output)}")
 
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method: show its settings.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One method: show its settings and their defaults.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """The methods and wrappers, or the settings of one."""
-    from apiece import catalog
-    from apiece.methods import METHODS
-    from apiece.wrappers import WRAPPERS
+    """The methods and wrappers, or the settings of one.
 
+    Example: `apiece methods fedavg`
+    """
     if name is not None:
         _one_method(name, json)
         return
-    rows = []
-    for entry in sorted(METHODS) + sorted(WRAPPERS):
-        cls = catalog.lookup(entry)
-        shown = f"{entry}(…)" if entry in WRAPPERS else entry
-        rows.append({"name": shown, "kind": cls.kind, "paper": cls.paper, "what": _first_line(cls)})
+    classes = {entry: catalog.lookup(entry) for entry in (*sorted(METHODS), *sorted(WRAPPERS))}
+    rows = [
+        {
+            "name": entry if json or entry in METHODS else f"{entry}(…)",
+            "kind": cls.kind,
+            "paper": cls.paper,
+            "what": _first_line(cls),
+        }
+        for entry, cls in classes.items()
+    ]
     _print_rows(rows, json)
 
 
 @app.command()
 def datasets(json: JsonFlag = False) -> None:
     """The built-in datasets; your own are given to `--data` as a path."""
-    from apiece.data import DATASETS
-
     rows = [{"name": name, "what": what} for name, what in DATASETS.items()]
-    rows.append({"name": "PATH", "what": "your own .npz, .csv or .parquet file, or a folder with a file per client"})
-    _print_rows(rows, json)
+    own = {"name": "PATH", "what": "your own .npz, .csv or .parquet file, or a folder with a file per client"}
+    _print_rows(rows if json else [*rows, own], json)
 
 
 @app.command()
 def models(json: JsonFlag = False) -> None:
-    """The built-in models; your own are given to `--model` as `module:factory`."""
-    from apiece.models import MODELS
-
+    """The built-in models; your own are given to `--model` as `module:factory` or `file.py:factory`."""
     rows = [{"name": name, "what": entry.description} for name, entry in MODELS.items()]
-    rows.append({"name": "module:factory", "what": "your own: a function that returns a torch.nn.Module"})
-    _print_rows(rows, json)
+    own = {"name": "file.py:factory", "what": "your own: a function that returns a torch.nn.Module"}
+    _print_rows(rows if json else [*rows, own], json)
 
 
 @app.command()
 def check(
-    method: Annotated[str, typer.Argument(help="A method, `wrapper(method)` or `file.py:Class`.")],
+    method: Annotated[
+        str, typer.Argument(metavar="METHOD", help="A method, `wrapper(method)` or `file.py:Class`.")
+    ],
     set: SetFlag = None,
-    device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
+    device: Annotated[str, typer.Option(help="`cpu` or `cuda`.", rich_help_panel=HOW)] = "cpu",
     json: JsonFlag = False,
 ) -> None:
-    """Examine a method: the conformance suite that every method here passes."""
-    from apiece import catalog, settings
-    from apiece.check import examine
+    """Examine a method: the conformance suite that every method here passes. Exit code 1: it does not.
 
-    findings = examine(catalog.build(method, settings.nested(set or [])), device)
+    Example: `apiece check my_method.py:MyMethod`
+    """
+    findings = examine(catalog.build(method, settings.nested(set or [])), str(pick_device(device)))
     if json:
-        _print_json([finding._asdict() for finding in findings])
+        typer.echo(json_text([finding._asdict() for finding in findings]), nl=False)
     else:
         for finding in findings:
-            out.print(f"[{'green]✓' if finding.ok else 'red]✗'}[/] {finding.rule}", finding.detail, sep="  ")
+            mark = "[green]✓[/]" if finding.ok else "[red]✗[/]"
+            out.print(f"{mark} {escape(finding.rule)}  {escape(finding.detail)}".rstrip(), soft_wrap=True)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
 
@@ -302,11 +408,16 @@ def check(
 @app.command()
 def export(
     folder: RunFolder,
-    client: Annotated[str, typer.Option(help="The client, by id or by name.")],
+    client: Annotated[str, typer.Option(help="The client, by id or by name (see partition.csv).")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file.")],
     json: JsonFlag = False,
 ) -> None:
-    """Write the personalized model of one client of a run: its model apiece."""
+    """Write the personalized model of one client of a run: its model apiece.
+
+    Example: `apiece export runs/first --client 7 -o client7.safetensors`
+
+    Load it with `safetensors.torch.load_file`; its metadata name the model, the input shape and the labels.
+    """
     from apiece import deploy
 
     _show_deployed(deploy.export(folder, client, output), output, json)
@@ -315,68 +426,65 @@ def export(
 @app.command()
 def personalize(
     folder: RunFolder,
-    data: Annotated[Path, typer.Option(help="The newcomer's own .npz, .csv or .parquet file.")],
+    data: Annotated[
+        Path, typer.Option(help="The newcomer's .npz, .csv or .parquet file: the run's features and labels.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The .safetensors file.")],
     json: JsonFlag = False,
 ) -> None:
-    """Write a personalized model for a client that was not part of the run."""
+    """Write a personalized model for a client that was not part of the run.
+
+    Example: `apiece personalize runs/first --data newcomer.npz -o newcomer.safetensors`
+    """
     from apiece import deploy
 
     _show_deployed(deploy.personalize(folder, data, output), output, json)
 
 
-def _experiment(flags: dict[str, Any]) -> Any:
+def _experiment(path: Path | None, flags: dict[str, Any]) -> Experiment:
     """The experiment that a file and flags describe."""
-    from apiece import experiment, settings
-
-    base = experiment.read(flags["experiment"]) if flags["experiment"] else experiment.Experiment()
-    given = {key: flags[key] for key in experiment.KEYS if flags.get(key) is not None}
+    base = experiments.read(path) if path else Experiment()
+    given = {key: flags[key] for key in experiments.KEYS if flags.get(key) is not None}
     # Settings belong to a method: those of the file's method do not fit another one.
     same = given.get("method", base.method) == base.method
     given["settings"] = settings.nested(flags["set"] or [], base.settings if same else {})
-    return experiment.from_table(given, base)
+    return experiments.from_table(given, base)
 
 
 def _split_methods(text: str) -> list[str]:
-    """Names between commas outside parentheses."""
-    names, depth = [""], 0
-    for letter in text:
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if letter == "," and depth == 0:
-            names.append("")
-        else:
-            names[-1] += letter
-    return [name.strip() for name in names if name.strip()]
+    names = catalog.expressions(text)
+    if not all(names):
+        raise ApieceError(f"--methods takes names separated by commas, got {text!r}")
+    return list(dict.fromkeys(names))
 
 
 def _seeds(text: str) -> list[int]:
-    try:
-        if "-" in text:
-            first, last = map(int, text.split("-"))
-            return list(range(first, last + 1))
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ApieceError(f"--seeds takes 0-4 or 0,3,7, got {text!r}") from error
+    seeds: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise ApieceError(f"--seeds takes 0-4 or 0,3,7, got {text!r}")
+        seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return list(dict.fromkeys(seeds))
 
 
 def _for_method(flags: list[str], name: str, names: list[str]) -> list[str]:
     """The flags for all methods, and those that begin with this one's name."""
     chosen = []
     for flag in flags:
-        owner, dot, rest = flag.partition(".")
-        if dot and owner in names:
-            chosen += [rest] if owner == name else []
-        else:
-            chosen.append(flag)
+        owner = next((other for other in names if flag.startswith(f"{other}.")), None)
+        if owner in (None, name):
+            chosen.append(flag if owner is None else flag.removeprefix(f"{name}."))
     return chosen
 
 
 def _file_name(text: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text).strip("-")
+    return re.sub(r"[^\w-]+", "-", text).strip("-")
 
 
-def _free_folder(method: str, data: str, seed: int | None) -> Path:
-    name = "-".join([_file_name(method), _file_name(Path(data).stem)] + ([f"s{seed}"] if seed is not None else []))
+def _free_folder(*parts: str) -> Path:
+    """A folder that is not there yet: runs/fedavg-digits-s0, or with -2, -3, … behind."""
+    name = "-".join(_file_name(Path(part).stem) for part in parts)
     folder, number = Path("runs") / name, 1
     while folder.exists():
         number += 1
@@ -395,56 +503,84 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _bar(title: str, rounds: int, quiet: bool) -> Iterator[Callable[..., None]]:
-    """A progress bar with time left and the latest scores."""
+def _bar(title: str, rounds: int, quiet: bool, folder: Path, again: str) -> Iterator[session.Progress]:
+    """A progress bar with time left and the latest scores; Ctrl-C says how to go on."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         TextColumn("{task.fields[scores]}"),
     )
     bar = Progress(*columns, console=err, disable=quiet)
-    job = bar.add_task(title, total=rounds or None, scores="")
+    job = bar.add_task(title, total=rounds, scores="")
+    scores = ""
 
-    def tick(done: int, groups: Any) -> None:
+    def tick(done: int, groups: Groups | None) -> None:
+        nonlocal scores
+        scores = _scores(groups) if groups else scores
         bar.start()
-        bar.update(job, completed=done, **({"scores": _scores(groups)} if groups else {}))
+        bar.update(job, completed=done, scores=scores)
 
+    interrupted = False
     try:
         yield tick
+    except KeyboardInterrupt:
+        interrupted = True
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
+    if interrupted:
+        begun = (folder / "experiment.toml").exists()
+        typer.echo("interrupted" + (f"; go on with: {again}" if begun else " before round 0"), err=True)
+        raise typer.Exit(130)
 
 
-def _scores(groups: Any) -> str:
+def _scores(groups: Groups) -> str:
     parts = [
-        f"{name} {100 * group.initial:.1f}→{100 * group.personalized:.1f}" for name, group in groups.items() if group
+        f"{name} {100 * group.initial:.1f}→{100 * group.personalized:.1f}"
+        for name, group in groups.items()
+        if group and group.scored
     ]
     return "  ".join(parts)
 
 
-def _show(folders: list[Path], as_json: bool, summary: dict[str, Any] | None) -> None:
+def _show(folders: list[Path], place: Path, as_json: bool) -> None:
     """The table of finished runs."""
     from apiece.report import results
 
     runs = [results.load(folder) for folder in folders]
     if as_json:
-        _print_json(summary if summary is not None else [run.summary for run in runs])
+        found = [{**(run.summary or {}), "folder": str(run.folder)} for run in runs]
+        typer.echo(json_text(found[0] if folders == [place] else found), nl=False)
         return
     rows = results.table(runs)
     several = len(runs) > len(rows)
     title = f"{results.metric(runs)} in %" + (", mean ± std over seeds" if several else "")
+    # Of a method in a file of one's own the file's name is enough.
+    labels = [re.sub(r"[^\s()]*/", "", row.label) for row in rows]
+    columns = {(c.group.split()[0], c.name): c for c in results.columns(rows)}
+    shown = [columns[name] for name in _TERMINAL_COLUMNS if name in columns]
+    table = _table(title, labels, shown)
+    while (
+        len(shown) > 1 and Measurement.get(out, out.options.update(max_width=500), table).maximum > out.width
+    ):
+        table = _table(title, labels, shown := shown[:-1])
+    out.print(table)
+    skipped = sum((run.summary or {}).get("skipped", 0) for run in runs)
+    if skipped:
+        typer.echo(f"skipped: {skipped} updates that were not finite")
+    typer.echo(f"files: {place}\nreport: apiece report {place} -o report.html")
+
+
+def _table(title: str, labels: list[str], columns: list[Any]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = [c for c in results.columns(rows) if (c.group.split()[0], c.name) in _TERMINAL_COLUMNS]
     table.add_column("\nmethod", overflow="fold")
     for column in columns:
         table.add_column(f"{column.group.split()[0]}\n{column.name}", justify="right", no_wrap=True)
-    for index, row in enumerate(rows):
-        table.add_row(row.label, *(_cell(column, index) for column in columns))
-    out.print(table)
-    place = folders[0] if len(folders) == 1 else folders[0].parent
-    out.print(f"files: {place}\nreport: apiece report {place} -o report.html")
+    for index, label in enumerate(labels):
+        table.add_row(escape(label), *(_cell(column, index) for column in columns))
+    return table
 
 
 def _cell(column: Any, index: int) -> str:
@@ -455,18 +591,43 @@ def _cell(column: Any, index: int) -> str:
     return f"[bold]{text}[/]" if index in column.best else text
 
 
-def _one_method(name: str, as_json: bool) -> None:
-    from apiece import catalog, settings
-    from apiece.wrappers import WRAPPERS
+def _show_forgetting(runs: list[tuple[str, Path]], tasks: list[str], as_json: bool) -> None:
+    """Personalized scores on every task's unseen clients (or seen, if all are), mean ± std over seeds."""
+    from apiece.report import results
 
-    method = catalog.build(f"{name}(fedavg)" if name in WRAPPERS else name, {})
+    rows: dict[str, dict[str, list[float]]] = {}
+    for label, folder in runs:
+        run = results.load(folder)
+        assert run.summary is not None
+        scored = {run.experiment["data"]: run.summary, **run.summary["also"]}
+        for task in tasks:
+            figures = scored[task]["unseen"] or scored[task]["seen"]
+            rows.setdefault(label, {}).setdefault(task, []).append(figures["personalized"])
+    if as_json:
+        sys.stdout.write(json_text(rows))
+        return
+    table = Table(title="accuracy in % on each task after adapting to it", box=box.SIMPLE_HEAD)
+    table.add_column("method")
+    for task in tasks:
+        table.add_column(task, justify="right")
+    for label, scores in rows.items():
+        cells = [fmean(scores[task]) for task in tasks]
+        spread = [f" ± {100 * stdev(scores[task]):.1f}" if len(scores[task]) > 1 else "" for task in tasks]
+        table.add_row(label, *(f"{100 * mean:.1f}{std}" for mean, std in zip(cells, spread, strict=True)))
+    out.print(table)
+
+
+def _one_method(name: str, as_json: bool) -> None:
+    method = catalog.build(catalog.example(name) if name in WRAPPERS else name, {})
     table = catalog.settings_of(method)
     if as_json:
-        _print_json({"name": name, "paper": method.paper, "kind": method.kind, "settings": table})
+        facts = {"name": name, "kind": method.kind, "paper": method.paper, "settings": table}
+        typer.echo(json_text(facts), nl=False)
         return
-    out.print(f"[bold]{name}[/]  {method.paper}  ({method.kind})")
-    out.print(_first_line(type(method)), markup=False)
-    out.print("\nSettings and their defaults:", settings.to_toml({"settings": table}), sep="\n", markup=False)
+    typer.echo(f"{name}: {_first_line(type(method))}")
+    typer.echo(", ".join(part for part in (method.kind, method.paper) if part))
+    typer.echo("\nSettings, as in an experiment file (on the command line: --set local.lr=0.1):")
+    typer.echo(settings.to_toml({"settings": table}))
 
 
 def _first_line(cls: type) -> str:
@@ -475,37 +636,38 @@ def _first_line(cls: type) -> str:
 
 def _show_deployed(deployed: Any, output: Path, as_json: bool) -> None:
     if as_json:
-        _print_json({**deployed._asdict(), "output": str(output)})
+        typer.echo(json_text({**deployed._asdict(), "output": str(output)}), nl=False)
         return
-    out.print(
-        f"client {deployed.client}, after {deployed.round} rounds: loss on its own {deployed.examples} examples "
-        f"{deployed.loss_before:.4f} → {deployed.loss_after:.4f}\nmodel: {output}"
-    )
+    d = deployed
+    losses = f"loss on its own {d.examples} examples {d.loss_initial:.4f} → {d.loss_personalized:.4f}"
+    typer.echo(f"client {d.client}, after {d.round} rounds: {losses if d.examples else 'it has no examples'}")
+    typer.echo(f"model: {output}")
 
 
 def _print_rows(rows: list[dict[str, str]], as_json: bool) -> None:
     if as_json:
-        _print_json(rows)
+        typer.echo(json_text(rows), nl=False)
         return
-    table = Table(*rows[0])
+    table = Table(*rows[0], box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*map(escape, row.values()))
     out.print(table)
 
 
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
-
-
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=err, show_path=False, show_time=False)]
+        level=logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=err, show_path=False, show_time=False)],
     )
     try:
-        app()
+        app(arguments, prog_name="apiece")
     except ApieceError as error:
-        err.print(f"[red]error:[/] {error}", markup=True, highlight=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        err.print("interrupted; a run with an output folder goes on with: apiece resume DIR")
-        sys.exit(130)
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _fail(message: str) -> None:
+    err.print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,30 +18,29 @@ from apiece.engines.base import Federation
 from apiece.errors import ApieceError
 from apiece.evaluate import models
 from apiece.method import Server
-from apiece.params import Params
 from apiece.session import Session, reopen
 from apiece.store import Store
 
 
 class Deployed(NamedTuple):
-    """A model that was written, and its loss and accuracy figures where they are known."""
+    """A model that was written, and its loss on the client's own training examples (NaN: it has none)."""
 
     client: str
     round: int
     examples: int
-    loss_before: float  # on the client's own training examples
-    loss_after: float
+    loss_initial: float
+    loss_personalized: float
 
 
 def export(folder: Path, client: str, output: Path) -> Deployed:
     """Write the personalized model of one of the run's clients, named by id or by name."""
-    session, server, round = _latest(folder)
+    session, server, round = latest(folder)
     return _write(session, session.federation, server, round, _find(session.federation.data, client), output)
 
 
 def personalize(folder: Path, path: Path, output: Path) -> Deployed:
     """Write a model personalized on the data of a client that was not part of the run."""
-    session, server, round = _latest(folder)
+    session, server, round = latest(folder)
     data = session.federation.data
     column = session.experiment.label_column
     examples = datasets.from_path(path, client_column=None, label_column=column, label_names=data.label_names)
@@ -52,54 +53,67 @@ def personalize(folder: Path, path: Path, output: Path) -> Deployed:
     return _write(session, federation, server, round, 0, output)
 
 
-def _latest(folder: Path) -> tuple[Session, Server, int]:
+def latest(folder: Path) -> tuple[Session, Server, int]:
     session = reopen(folder)
     found = checkpoint.read(
         folder / "checkpoint", session.experiment.id, session.server, session.engine.device
     )
     if found is None:
-        raise ApieceError(f"{folder} has no checkpoint yet: let it run, or continue it with: apiece resume {folder}")
+        raise ApieceError(
+            f"{folder} has no checkpoint yet: let it run, or continue it with: apiece resume {folder}"
+        )
     session.federation.store.open(found.round, writable=False)
     return session, found.server, found.round
 
 
 def _find(data: Federated, client: str) -> int:
-    if client in data.names:
-        return data.names.index(client)
-    if client.isdigit() and int(client) < data.population:
-        return int(client)
-    raise ApieceError(f"no client {client!r}: clients are 0 to {data.population - 1}" + _named(data))
-
-
-def _named(data: Federated) -> str:
-    plain = data.names == tuple(str(i) for i in range(data.population))
-    return "" if plain else f", or by name: {', '.join(data.names[:5])}, …"
+    """A client by its name or its id; `name:7` and `id:7` say which where the two differ."""
+    kind, colon, rest = client.partition(":")
+    if not (colon and kind in ("name", "id")):
+        kind, rest = "", client
+    named = [data.names.index(rest)] if kind != "id" and rest in data.names else []
+    numbered = [int(rest)] if kind != "name" and rest.isdecimal() and int(rest) < data.population else []
+    found = {*named, *numbered}
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        raise ApieceError(
+            f"client {rest!r} may be the client of that name, id {named[0]}, or the client of that id, "
+            f"named {data.names[numbered[0]]!r}: write name:{rest} or id:{rest}"
+        )
+    some = ", ".join(data.names[:5]) + (", …" if data.population > 5 else "")
+    raise ApieceError(f"no client {client!r}: ids are 0 to {data.population - 1}, names are {some}")
 
 
 def _same_shape(examples: Examples, data: Federated) -> None:
-    shape = tuple(np.asarray(examples.x).shape[1:])
+    shape = tuple(examples.x.shape[1:])
     if shape != data.input_shape:
-        raise ApieceError(f"the newcomer's examples have shape {shape}, the run's have {data.input_shape}")
+        raise ApieceError(
+            f"the newcomer's examples have shape {shape}, the run's have {data.input_shape}: "
+            f"give the same features, and no client column"
+        )
 
 
 def _write(
     session: Session, federation: Federation, server: Server, round: int, client: int, output: Path
 ) -> Deployed:
+    data, name = federation.data, federation.data.names[client]
     broadcast = session.training.broadcast(server, round)
-    initial, personalized = models(session.engine, federation, broadcast, [client], round)[0]
+    pair = models(session.engine, federation, broadcast, [client], round)[0]
     task = federation.task.for_clients()
-    rows, even = federation.rows(federation.data.train, [client], [client], 0)
+    rows, even = federation.rows(data.train, [client], [client], 0)
     batch = federation.shard(tree.take(rows, 0), even).all()
-    losses = [float(task.loss(params, batch)) for params in (initial, personalized)]
-    facts: dict[str, Any] = {
+    examples = int(data.train.sizes[client])
+    losses = [float(task.loss(params, batch)) if examples else math.nan for params in pair]
+    facts = {
         "run": session.experiment.id,
         "method": session.experiment.method,
-        "model": session.experiment.model,
-        "client": federation.data.names[client],
+        "client": name,
         "round": str(round),
-        "labels": ",".join(federation.data.label_names),
+        "model": session.experiment.model,
+        "input_shape": json.dumps(data.input_shape),
+        "classes": str(data.classes),
+        "label_names": json.dumps(data.label_names),
     }
-    files.write_tensors(output, dict(personalized), facts)
-    return Deployed(
-        federation.data.names[client], round, int(federation.data.train.sizes[client]), losses[0], losses[1]
-    )
+    files.write_tensors(output, dict(pair[1]), facts)
+    return Deployed(name, round, examples, *losses)

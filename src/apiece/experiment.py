@@ -13,9 +13,11 @@ from typing import Any, get_type_hints
 from apiece import catalog
 from apiece.errors import ApieceError, unknown
 from apiece.method import Method
+from apiece.sample import SAMPLERS
 from apiece.settings import convert, to_toml
 
 AUTO = "auto"
+PROXY = 0.02  # where a method needs a proxy set and none was asked for
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,13 @@ class Experiment:
     partition_seed: int = 0
     test: float = 0.25  # share of each client's examples held out
     unseen: float = 0.2  # share of clients that never train
+    proxy: float = 0.0  # share of the seen clients' training examples that becomes the server's
+    also: tuple[str, ...] = ()  # other datasets to score as well, their clients as newcomers
+    start: str = ""  # a run's folder or a .safetensors file to start from; else drawn from the seed
+    prior: str = ""  # likewise: the prior model of methods that keep to one
     rounds: int = 50
     cohort: int = 10
+    sampler: str = "uniform"  # or one that takes client drift, period drift or both away
     seed: int = 0
     engine: str = AUTO
     device: str = AUTO
@@ -62,6 +69,7 @@ class Experiment:
             ("on_nan", ("stop", "skip")),
             ("store", (AUTO, "memory", "mapped")),
             ("engine", (AUTO, "sequential", "vectorized")),
+            ("sampler", tuple(SAMPLERS)),
         ):
             if getattr(self, name) not in options:
                 raise unknown(name, getattr(self, name), options)
@@ -75,14 +83,18 @@ class Experiment:
     def build_method(self) -> Method:
         return catalog.build(self.method, self.settings)
 
+    def with_proxy(self) -> Experiment:
+        """This experiment with a small proxy set if its method cannot do without one."""
+        needed = self.proxy == 0.0 and self.build_method().needs_proxy
+        return replace(self, proxy=PROXY) if needed else self
+
     def resolved(self, seen_clients: int) -> Experiment:
         """This experiment with every setting written out, whatever the defaults become later."""
-        settings = dict(self.settings)
+        settings, method = dict(self.settings), self.build_method()
         if self.method == "local" and "epochs" not in settings.get("personal", {}):
-            local = self.build_method().local
-            average = round(self.rounds * self.cohort / seen_clients * local.epochs)
+            average = round(self.rounds * self.cohort / seen_clients * method.local.epochs)
             settings["personal"] = {**settings.get("personal", {}), "epochs": max(1, average)}
-        method = catalog.build(self.method, settings)
+            method = catalog.build(self.method, settings)
         return replace(self, settings=catalog.settings_of(method))
 
     def to_toml(self) -> str:
@@ -106,8 +118,8 @@ def from_table(table: Mapping[str, Any], base: Experiment | None = None) -> Expe
 def read(path: Path, base: Experiment | None = None) -> Experiment:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ApieceError(f"no experiment file {path}") from error
+    except OSError as error:
+        raise ApieceError(f"cannot read the experiment {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ApieceError(f"{path} is not valid TOML: {error}") from error
     return from_table(table, base)

@@ -6,12 +6,14 @@ import csv
 import fcntl
 import io
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from apiece.checkpoint import sync
@@ -30,13 +32,26 @@ def write_text(path: Path, text: str) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".draft")
-    save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, draft, dict(facts or {}))
+    draft.write_bytes(save({name: t.contiguous().cpu() for name, t in tensors.items()}, dict(facts or {})))
     sync(draft)
     draft.replace(path)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """JSON that any program reads: there is no NaN in it, so what has no value is null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -49,15 +64,18 @@ def csv_text(rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def lock(folder: Path) -> int:
-    """Hold the folder until this process ends, however it ends."""
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder; a process that ends, however it ends, holds it no longer."""
     handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ApieceError(f"{folder} is being run by another process: wait for it, or stop it") from error
+        yield
+    finally:
         os.close(handle)
-        raise ApieceError(f"{folder} is being run by another process: wait for it, or stop it") from error
-    return handle
 
 
 class Log:
@@ -69,16 +87,18 @@ class Log:
 
     def open(self, length: int) -> None:
         """Start at `length` bytes of what is there; 0: anew, with the header."""
-        self._file = self._path.open("ab")
-        self._file.truncate(length)
         if not length:
-            self.append([self._header])
+            self._path.write_text(csv_text([self._header]), encoding="utf-8")
+            return
+        if not self._path.exists() or self._path.stat().st_size < length:
+            raise ApieceError(f"{self._path} is missing or shorter than at the last checkpoint: restore it")
+        os.truncate(self._path, length)
 
     def append(self, rows: Iterable[Sequence[Any]]) -> None:
-        self._file.write(csv_text(rows).encode())
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            file.write(csv_text(rows))
 
     def length(self) -> int:
         """Bytes so far, safely on disk."""
-        os.fsync(self._file.fileno())
-        return self._file.tell()
+        sync(self._path)
+        return self._path.stat().st_size

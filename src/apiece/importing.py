@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,11 @@ def import_object(spec: str, kind: str) -> Any:
     except AttributeError:
         public = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
         raise unknown(f"{kind} in {source}", attribute, public) from None
+
+
+def anchored(expression: str) -> str:
+    """An expression with every `file.py:name` in it made absolute, so that it can be read from anywhere."""
+    return re.sub(r"[^()]+\.py(?=:)", lambda match: str(Path(match[0].strip()).resolve()), expression)
 
 
 def _import(source: str) -> ModuleType:

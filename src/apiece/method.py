@@ -74,6 +74,7 @@ class Method(ABC):
     paper: ClassVar[str] = ""
     kind: ClassVar[str] = ""  # global, meta, personalized or baseline
     pooled: ClassVar[bool] = False  # trains on all seen clients' data as one client: no federation
+    needs_proxy: ClassVar[bool] = False  # its server trains on data of its own
 
     def __init_subclass__(cls) -> None:
         for base in cls.__mro__[1:]:
@@ -132,6 +133,14 @@ class Wrapper(Method):
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Method):
             raise TypeError(f"{type(self).__name__} wraps a method, got {self.inner!r}")
+
+    @property
+    def pooled(self) -> bool:  # type: ignore[override]
+        return self.inner.pooled
+
+    @property
+    def needs_proxy(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_proxy
 
     @property
     def local(self) -> Recipe:  # type: ignore[override]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from apiece import checkpoint
 from apiece import folder as files
@@ -34,24 +34,38 @@ CLIENT_COLUMNS = ("client", "seen", "test", "metric", "n_train", "n_test", "init
 Groups = dict[str, Group | None]
 
 
+class Scored(NamedTuple):
+    """The scores on one set of clients: the run's own (`test`), or another dataset's, all newcomers."""
+
+    test: str
+    data: Federated
+    pairs: dict[str, Pair]
+    groups: Groups
+
+
 class Record:
     """The logs of one run; without a folder it only counts."""
 
-    def __init__(self, folder: Path | None, run_id: str, metrics: Sequence[str], target: float) -> None:
+    def __init__(
+        self, folder: Path | None, run_id: str, metrics: Sequence[str], also: Sequence[str], target: float
+    ) -> None:
         self.folder = folder
         self.run_id = run_id
         self.target = target
         self._metrics = tuple(metrics)
+        self._also = tuple(also)
         self._totals: dict[str, Any] = {"bytes_up": 0, "bytes_down": 0, "skipped": 0, "seconds": 0.0}
         self._reached: dict[str, int | None] = {f"{g}_{s}": None for g in GROUPS for s in SCORES}
         self._clock = time.perf_counter()
         self._logs: dict[str, files.Log] = {}
         if folder is not None:
             counts = ("round", "replies", "skipped", "bytes_up", "bytes_down")
-            columns = (*counts, *(f"client_{m}" for m in metrics), *SCORE_COLUMNS, "seconds")
+            others = [f"{test} {group}_{score}_mean" for test in also for group in GROUPS for score in SCORES]
+            columns = (*counts, *(f"client_{m}" for m in metrics), *SCORE_COLUMNS, *others, "seconds")
             self._logs = {
                 "rounds": files.Log(folder / "rounds.csv", columns),
                 "cohorts": files.Log(folder / "cohorts.csv", ("round", "client")),
+                "labels": files.Log(folder / "labels.csv", ("round", "label", "count")),
             }
 
     def open(self, template: Server, device: Any) -> tuple[int, Server]:
@@ -67,8 +81,8 @@ class Record:
         self._clock = time.perf_counter()
         return (found.round, found.server) if found is not None else (0, template)
 
-    def rounds(self, closed: Sequence[Closed], groups: Groups | None) -> None:
-        """Log rounds that are over; `groups` are the scores after the last of them, if measured."""
+    def rounds(self, closed: Sequence[Closed], scored: Sequence[Scored]) -> None:
+        """Log rounds that are over; `scored` are the scores after the last of them, if measured."""
         seconds = self._lap() / max(len(closed), 1)
         rows = []
         for done in closed:
@@ -76,40 +90,30 @@ class Record:
             counts = (replies, len(done.ids) - replies, done.bytes_up, done.bytes_down)
             for total, amount in zip(("skipped", "bytes_up", "bytes_down"), counts[1:], strict=True):
                 self._totals[total] += amount
-            metrics = tuple(float(done.metrics[name]) for name in self._metrics)
-            scores = _scores(groups if done is closed[-1] else None)
+            # A later stage may report other metrics than the first round did.
+            metrics = tuple(float(done.metrics[m]) if m in done.metrics else "" for m in self._metrics)
+            scores = self._cells(scored if done is closed[-1] else ())
             rows.append((done.round.index + 1, *counts, *metrics, *scores, f"{seconds:.4f}"))
         self._append("rounds", rows)
-        self._append("cohorts", [(done.round.index, client) for done in closed for client in done.ids])
-        if groups is not None:
-            self._note_targets(closed[-1].round.index + 1, groups)
+        self._append("cohorts", [(done.round.index + 1, client) for done in closed for client in done.ids])
+        labels = [
+            (done.round.index + 1, i, int(n)) for done in closed for i, n in enumerate(done.labels) if n
+        ]
+        self._append("labels", labels)
+        if scored:
+            self._note_targets(closed[-1].round.index + 1, scored[0].groups)
 
-    def beginning(self, groups: Groups) -> None:
+    def beginning(self, scored: Sequence[Scored]) -> None:
         """Log the scores before round 0."""
         blank = ("",) * len(self._metrics)
-        self._append("rounds", [(0, 0, 0, 0, 0, *blank, *_scores(groups), f"{self._lap():.4f}")])
-        self._note_targets(0, groups)
+        self._append("rounds", [(0, 0, 0, 0, 0, *blank, *self._cells(scored), f"{self._lap():.4f}")])
+        self._note_targets(0, scored[0].groups)
 
-    def clients(self, data: Federated, pairs: dict[str, Pair]) -> None:
-        """One row per client and metric: the latest scores."""
-        if self.folder is None:
-            return
-        n_train, n_test = data.train.sizes.tolist(), data.test.sizes.tolist()
-        rows = [
-            (
-                i,
-                int(data.seen[i]),
-                "test",
-                metric,
-                n_train[i],
-                n_test[i],
-                pair.initial[i],
-                pair.personalized[i],
-            )
-            for metric, pair in pairs.items()
-            for i in range(data.population)
-        ]
-        files.write_csv(self.folder / "clients.csv", CLIENT_COLUMNS, rows)
+    def clients(self, scored: Sequence[Scored]) -> None:
+        """One row per client, test set and metric: the latest scores."""
+        if self.folder is not None:
+            rows = [row for one in scored for row in _client_rows(one)]
+            files.write_csv(self.folder / "clients.csv", CLIENT_COLUMNS, rows)
 
     def checkpoint(self, round: int, server: Server, store: Store) -> None:
         """From here a resumed run goes on."""
@@ -120,18 +124,27 @@ class Record:
             "reached": self._reached,
             "lengths": {name: file.length() for name, file in self._logs.items()},
         }
+        checkpoint.make_room(self.folder / "checkpoint")
         store.commit(round)
         checkpoint.write(self.folder / "checkpoint", self.run_id, checkpoint.Checkpoint(round, server, log))
 
-    def summary(self, facts: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    def summary(self, facts: dict[str, Any], scored: Sequence[Scored]) -> dict[str, Any]:
         """The run in figures; writing it ends the run."""
         self._lap()
-        figures = {name: group._asdict() if group else None for name, group in groups.items()}
+        own, others = _figures(scored[0]), {one.test: _figures(one) for one in scored[1:]}
         reached = {"target": self.target, "rounds_to_target": self._reached}
-        summary = {**facts, **self._totals, **reached, **figures}
+        summary = {**facts, **self._totals, **reached, **own, "also": others}
         if self.folder is not None:
             files.write_json(self.folder / "summary.json", summary)
         return summary
+
+    def _cells(self, scored: Sequence[Scored]) -> tuple[Any, ...]:
+        """The cells of SCORE_COLUMNS and of the other datasets' columns; blank where nothing was measured."""
+        own = _scores(scored[0].groups if scored else None)
+        if not scored:
+            return (*own, *[""] * (4 * len(self._also)))
+        groups = [one.groups[name] for one in scored[1:] for name in GROUPS]
+        return (*own, *("" if g is None else getattr(g, score) for g in groups for score in SCORES))
 
     def _append(self, name: str, rows: Sequence[Sequence[Any]]) -> None:
         if self._logs:
@@ -164,3 +177,26 @@ def _scores(groups: Groups | None) -> tuple[Any, ...]:
             cells += [getattr(group, figure) for figure in figures]
         cells.append(group.harmed)
     return tuple(cells)
+
+
+def _figures(scored: Scored) -> dict[str, Any]:
+    return {name: group._asdict() if group else None for name, group in scored.groups.items()}
+
+
+def _client_rows(scored: Scored) -> list[tuple[Any, ...]]:
+    data = scored.data
+    n_train, n_test = data.train.sizes.tolist(), data.test.sizes.tolist()
+    return [
+        (
+            i,
+            int(data.seen[i]),
+            scored.test,
+            metric,
+            n_train[i],
+            n_test[i],
+            pair.initial[i],
+            pair.personalized[i],
+        )
+        for metric, pair in scored.pairs.items()
+        for i in range(data.population)
+    ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin, get_type_hints
@@ -26,7 +28,7 @@ def parse_flag(text: str) -> tuple[list[str], Any]:
 
 def nested(flags: list[str], base: Settings | None = None) -> dict[str, Any]:
     """`--set` flags as one nested table, over `base`."""
-    table: dict[str, Any] = json.loads(json.dumps(base or {}))
+    table: dict[str, Any] = copy.deepcopy(dict(base or {}))
     for flag in flags:
         path, value = parse_flag(flag)
         place = table
@@ -39,13 +41,14 @@ def nested(flags: list[str], base: Settings | None = None) -> dict[str, Any]:
 
 
 def convert(value: Any, wanted: Any, name: str) -> Any:
-    """`value` as the type `wanted`; an int passes for a float, nothing else is bent."""
+    """`value` as the type `wanted`; an int passes for a float, nothing else is bent. NaN is no number."""
     if get_origin(wanted) is tuple:
         inside = get_args(wanted)[0]
         if isinstance(value, list | tuple):
             return tuple(convert(item, inside, name) for item in value)
     elif wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        if not math.isnan(value):
+            return float(value)
     elif isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
         return value
     kind = getattr(wanted, "__name__", str(wanted))
@@ -60,12 +63,17 @@ def replaced(record: Any, values: Any, name: str) -> Any:
     for key in values:
         if key not in hints:
             raise unknown(f"setting of {name}", key, hints)
-    return record._replace(**{k: convert(v, hints[k], f"{name}.{k}") for k, v in values.items()})
+    changes = {k: convert(v, hints[k], f"{name}.{k}") for k, v in values.items()}
+    # Whoever sets epochs wants epochs, whatever number of steps stood there.
+    return record._replace(**({"steps": 0} if "epochs" in changes else {}) | changes)
 
 
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:
     """TOML text of strings, numbers, bools, arrays of them and tables."""
-    lines = [f"{key} = {_toml(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    plain = {
+        key: value for key, value in table.items() if not isinstance(value, Mapping) and value is not None
+    }
+    lines = [f"{key} = {_toml(value)}" for key, value in plain.items()]
     head = [f"\n[{path}]"] if path and lines else []
     tables = [
         to_toml(value, f"{path}.{key}" if path else key)

@@ -112,6 +112,10 @@ class Shard:
         real = self._positions(self._capacity) < self.size
         return self._batch(self._rows.place, real, self.size > 0, fold(self.key, "all"))
 
+    def at(self, key: int | Key) -> Shard:
+        """The same examples, their orders and masks drawn below `key`: the server's proxy of one round."""
+        return replace(self, _rows=self._rows._replace(key=fold(self.key, key)))
+
     def split(self, fraction: float = 0.5) -> tuple[Shard, Shard]:
         """(support, query): the same two parts in every round. The support is rounded up."""
         n = self._capacity
@@ -119,9 +123,13 @@ class Shard:
         support = torch.ceil(self.size.double() * fraction - 1e-9).long()
         most = min(n, math.ceil(n * fraction) + 1)
         rest = (support + self._positions(n)).clamp(max=max(n - 1, 0))
-        parts = ((order[:most], support, "support"), (order[rest], self.size - support, "query"))
-        first, second = (
-            Rows(self._rows.place[index], size, fold(self.key, name), fold(self._rows.split_key, name))
-            for index, size, name in parts
-        )
+        first = self._part(order[:most], support, "support")
+        second = self._part(order[rest], self.size - support, "query")
         return replace(self, _rows=first, _even=False), replace(self, _rows=second, _even=False)
+
+    def _part(self, order: Tensor, size: Tensor, name: str) -> Rows:
+        """Some of the rows; behind the real ones the padding row, the last of the resident arrays."""
+        padding = tree.leaves(self._y)[0].shape[0] - 1
+        real = self._positions(order.shape[0]) < size
+        place = torch.where(real, self._rows.place[order], padding)
+        return Rows(place, size, fold(self.key, name), fold(self._rows.split_key, name))

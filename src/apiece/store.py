@@ -124,9 +124,9 @@ class Store:
         tree.map(lambda mine, new: mine.index_copy_(0, index, new.to(mine)), self._resident, states)
 
     def _read(self, ids: NDArray[np.int64]) -> Tree:
-        """The newest rows on disk, as CPU tensors."""
-        assert self._tags is not None
-        assert self._slots is not None
+        """The newest rows on disk, as CPU tensors; zeros where nothing is on disk yet."""
+        if self._tags is None or self._slots is None:
+            return tree.map(lambda t: torch.zeros((len(ids), *t.shape), dtype=t.dtype), self.template)
         newest = self._tags[ids].argmax(axis=1)
         raw = np.asarray(self._slots[ids, newest])
         values, start = {}, 0

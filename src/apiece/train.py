@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from apiece import random, tree
-from apiece.data.federated import Federated
+from apiece.data.federated import Federated, Ints
 from apiece.engines.base import Engine, Federation, client_phase
 from apiece.errors import ApieceError
 from apiece.method import Broadcast, Method, Round, Server
@@ -31,6 +32,7 @@ class Closed(NamedTuple):
     bytes_down: int
     finite: Tensor  # per client of the cohort
     metrics: dict[str, Tensor]
+    labels: Ints  # training examples of the cohort, by class
 
 
 def describe(index: int, data: Federated, cohort_size: int, root: int) -> Round:
@@ -71,9 +73,11 @@ class Training:
             round = round._replace(replies=outcome.finite.sum())
             updated = method.server_update(task, server, outcome.update, round)
             server = tree.where(outcome.weight > 0, updated, server)
-            size = len(cohort.ids)
+            size = 0 if method.pooled else len(cohort.ids)
             up, down = self.shapes.of(broadcast).bytes_up * size, tree.nbytes(broadcast) * size
-            yield Closed(round, cohort.ids, server, up, down, outcome.finite, outcome.metrics)
+            data = self.federation.data
+            labels = np.bincount(data.labels[cohort.train.rows], minlength=data.classes)
+            yield Closed(round, cohort.ids, server, up, down, outcome.finite, outcome.metrics, labels)
 
 
 def assemble(
@@ -102,7 +106,7 @@ def refuse_nan(closed: list[Closed], keep: str) -> None:
         bad = [client for client, fine in zip(done.ids, done.finite.tolist(), strict=True) if not fine]
         if bad:
             raise ApieceError(
-                f"round {done.round.index}: the update of client {', '.join(map(str, bad))} is not finite "
-                f"(NaN or infinity). Lower the learning rate (--set lr=...), or drop such updates with "
-                f"--on-nan skip. {keep}"
+                f"round {done.round.index + 1}: the update of client {', '.join(map(str, bad))} is not "
+                f"finite (NaN or infinity). Lower the learning rate (--set lr=...), or drop such updates "
+                f"with --on-nan skip. {keep}"
             )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from apiece import data as datasets
@@ -49,6 +49,7 @@ def test_ragged_of_nobody():
     st.integers(-(2**63), 2**63 - 1),
 )
 def test_train_and_test_share_out_each_clients_rows(sizes, test, unseen, key):
+    assume(round(unseen * len(sizes)) < len(sizes))
     parts = parts_of(sizes)
     names = [f"c{i}" for i in range(len(sizes))]
     data = federate(examples(sum(sizes)), parts, names, key, test, unseen)
@@ -241,3 +242,38 @@ def test_the_partition_table_tells_splits_and_unseen_clients_apart():
         assert counts == {"train": 6, "test": 2}
         assert {row[2] for row in table if row[0] == client} == {int(data.seen[client])}
     assert {row[3] for row in table} == {"train", "test"}
+
+
+# --- proxy and classes ----------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0, 0.5), st.integers(0, 1000))
+def test_the_proxy_is_taken_out_of_the_seen_clients_training_rows(share, key):
+    parts = parts_of([40, 10, 30, 20])
+    names = ["a", "b", "c", "d"]
+    plain = federate(examples(100), parts, names, key, 0.2, 0.25)
+    data = federate(examples(100), parts, names, key, 0.2, 0.25, proxy=share)
+    theirs = {row for i in plain.seen_ids for row in plain.train[i].tolist()}
+    assert len(data.proxy) == round(share * len(theirs))
+    assert set(data.proxy.tolist()) <= theirs
+    for i in range(4):
+        assert data.train[i].tolist() == [
+            row for row in plain.train[i] if row not in set(data.proxy.tolist())
+        ]
+        assert data.test[i].tolist() == plain.test[i].tolist()
+
+
+def test_some_classes_of_a_dataset_keep_their_numbers():
+    whole = load("digits", clients=1, key=0)
+    some = load("digits[5-7, 9]", clients=1, key=0)
+    assert set(some.y.tolist()) == {5, 6, 7, 9}
+    assert some.classes == 10
+    assert len(some.y) == sum((whole.y == c).sum() for c in (5, 6, 7, 9))
+    np.testing.assert_array_equal(some.x, whole.x[np.isin(whole.y, [5, 6, 7, 9])])
+
+
+@pytest.mark.parametrize("name", ["digits[12]", "digits[5-]", "digits[-]", "digits[,]"])
+def test_classes_that_are_not_there_are_refused(name):
+    with pytest.raises(ApieceError, match="classes"):
+        load(name, clients=1, key=0)

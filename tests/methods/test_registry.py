@@ -1,3 +1,4 @@
+import tomllib
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
@@ -10,17 +11,28 @@ from apiece.methods.fedavg import FedAvg
 from apiece.wrappers import WRAPPERS
 
 SOURCE = Path(apiece.__file__).parent
-EVERY_METHOD = [
-    *sorted(METHODS),
-    *(f"{name}(fedavg)" for name in sorted(WRAPPERS)),
-    "elastic(elastic(reptile))",
-]
+EVERY_METHOD = [*map(catalog.example, sorted(METHODS | WRAPPERS)), "elastic(elastic(reptile))"]
 
 
-@pytest.mark.parametrize(("folder", "registry"), [("methods", METHODS), ("wrappers", WRAPPERS)])
-def test_every_file_has_its_line(folder: str, registry: dict[str, str]) -> None:
-    files = {path.stem for path in (SOURCE / folder).glob("[!_]*.py")}
-    assert {line.split(":")[0].rpartition(".")[2] for line in registry.values()} == files
+def test_every_file_has_its_line() -> None:
+    files = {
+        f"apiece.{folder}.{path.stem}"
+        for folder in ("methods", "wrappers")
+        for path in (SOURCE / folder).glob("[!_]*.py")
+    }
+    lines = METHODS | WRAPPERS
+    assert {line.split(":")[0] for line in lines.values()} == files
+    assert all(name == line.split(":")[0].rpartition(".")[2] for name, line in lines.items())
+
+
+def test_the_layer_contract_knows_every_method() -> None:
+    contracts = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    (independent,) = (c["modules"] for c in contracts if c["type"] == "independence")
+    assert sorted(independent) == sorted(
+        f"apiece.methods.{path.stem}" for path in (SOURCE / "methods").glob("[!_]*.py")
+    )
 
 
 @pytest.mark.parametrize("name", sorted(METHODS | WRAPPERS))

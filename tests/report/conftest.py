@@ -51,6 +51,9 @@ def make(
     rounds: Sequence[Mapping[str, object]] = (),
     clients: Rows = (),
     partition: Rows = (),
+    labels: Rows = (),
+    adaptation: Rows = (),
+    also: Mapping[str, Any] | None = None,
     seen: tuple[float, ...] = (0.5, 0.75),
     unseen: tuple[float, ...] | None = None,
     bytes_up: int = 1000,
@@ -59,13 +62,23 @@ def make(
     settings: Mapping[str, Any] | None = None,
     **experiment: Any,
 ) -> Path:
-    """A run folder. `rounds` name only the columns they fill; `seen`, `unseen`: see `group`."""
+    """A run folder. `rounds` name only the columns they fill; `seen`, `unseen`: see `group`.
+
+    `adaptation`: (along, amount, personalized mean). `also`: as summary.json has it.
+    """
     folder.mkdir(parents=True)
     described = {"method": method, "data": "digits", "rounds": 4, "seed": seed} | experiment
     (folder / "experiment.toml").write_text(toml(described, settings or {}), encoding="utf-8")
-    rows = [[row.get(name, "") for name in ROUND_COLUMNS] for row in rounds]
-    write_csv(folder / "rounds.csv", ",".join(ROUND_COLUMNS), rows)
+    columns = list(dict.fromkeys([*ROUND_COLUMNS, *(name for row in rounds for name in row)]))
+    rows = [[row.get(name, "") for name in columns] for row in rounds]
+    write_csv(folder / "rounds.csv", ",".join(columns), rows)
     write_csv(folder / "partition.csv", "client,name,seen,split,label,count", partition)
+    if labels:
+        write_csv(folder / "labels.csv", "round,label,count", labels)
+    if adaptation:
+        header = "along,amount,clients,personalized_mean,personalized_std,personalized_worst10"
+        points = [[along, amount, 6, mean, 0.1, 0.2] for along, amount, mean in adaptation]
+        write_csv(folder / "adaptation.csv", header, points)
     if finished:
         write_csv(
             folder / "clients.csv", "client,seen,test,metric,n_train,n_test,initial,personalized", clients
@@ -82,6 +95,7 @@ def make(
             "metric": "accuracy",
             "seen": group(*seen),
             "unseen": group(*unseen) if unseen else None,
+            "also": also or {},
         }
         (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return folder

@@ -145,6 +145,11 @@ def written(fake: Callable[..., Path], tmp_path: Path) -> Path:
     rounds = [{"round": r} | dict.fromkeys(names, 0.1 + 0.08 * r) for r in range(0, 11, 2)]
     clients = [[i, i < 8, "test", "accuracy", 9, 9, i / 10, (i + i % 3) / 12] for i in range(10)]
     partition = [[i, f"c{i}", int(i < 8), "train", i % 4, 3 + i] for i in range(10)]
+    labels = [[r, label, 1 + r * (label + 3) % 7] for r in range(1, 51) for label in range(10)]
+    adaptation = [
+        (along, n, 0.5 + n / 200) for along in ("epochs", "examples") for n in (0, 1, 2, 5, 10, 20, 50)
+    ]
+    part = {"initial": 0.3, "personalized": 0.6}
     folders = [
         fake(
             f"{method[0]}{seed}",
@@ -153,6 +158,9 @@ def written(fake: Callable[..., Path], tmp_path: Path) -> Path:
             rounds=rounds,
             clients=clients,
             partition=partition,
+            labels=labels,
+            adaptation=adaptation,
+            also={"digits[0-4]": {"seen": part, "unseen": part}},
             seen=(0.5, best - 0.01 * seed),
             unseen=(0.4, best - 0.02 * seed),
             finished=method != UGLY,
@@ -175,7 +183,11 @@ def test_every_figure_shows_and_nothing_complains(
             return [box.width, box.height, getComputedStyle(svg).visibility, svg.checkVisibility()];
         })"""
     )
-    assert len(shown) == 2 + 4 + 2 + 1 + 2  # at a glance, curves, clients, partition, traffic
+    assert (
+        len(shown) == 2 + 4 + 2 + 2 + 1 + 1 + 2
+    )  # glance, curves, adaptation, clients, partition, drift, traffic
+    heads = browser.evaluate('[...document.querySelectorAll("h2")].map(h => h.textContent)')
+    assert {"Scored on other data too", "Adaptation curves", "What the cohorts held"} <= set(heads)
     assert all(w > 100 and h > 30 and seen == "visible" and rendered for w, h, seen, rendered in shown), shown
     assert browser.complaints() == []
     # Wide things scroll by themselves; the page does not.
@@ -211,7 +223,7 @@ def test_text_and_lines_stand_out_from_the_page(browser: Browser, written: Path,
 def test_the_table_sorts_when_its_head_is_clicked(browser: Browser, written: Path) -> None:
     """Column 2 is seen personalized: reptile 0.895 before fedavg 0.795; the unfinished one stays last."""
     browser.open(written)
-    names = '[...document.querySelectorAll("tbody th")].map(th => th.dataset.v.slice(0, 7))'
+    names = '[...document.querySelector("table").querySelectorAll("tbody th")].map(th => th.dataset.v.slice(0, 7))'
     click = 'document.querySelectorAll("thead tr:last-child th")[2].click()'
     assert browser.evaluate(names) == ["fedavg", "reptile", "<script"]
     browser.evaluate(click)

@@ -122,6 +122,97 @@ def test_where_all_clients_are_seen_no_others_are_spoken_of(fake: Fake) -> None:
     assert "unseen" not in text_of(html)
 
 
+LABELS = [[1, 0, 30], [1, 1, 10], [2, 0, 10], [2, 1, 30]]  # drift 1/4, see test_results
+EVEN = [[r, label, 5] for r in range(1, 51) for label in (0, 1)]
+ADAPTATION = [["epochs", 0, 0.5], ["epochs", 5, 0.75], ["examples", 1, 0.25], ["examples", 10, 0.625]]
+PRIOR = {"prior": {"seen": {"initial": 0.2, "personalized": 0.6}, "unseen": None}}
+
+
+def test_what_has_no_data_has_no_section(fake: Fake) -> None:
+    html = page.html([results.load(fake("run", rounds=ROUNDS, labels=LABELS[:2]))])
+    for heading in ("What the cohorts held", "Adaptation curves", "Scored on other data too"):
+        assert heading not in html
+
+
+def test_drift_has_a_panel_for_each_way_to_draw_cohorts(fake: Fake) -> None:
+    """Methods and seeds share one; 50 even rounds of another sampler drift by 0 and are not all drawn."""
+    runs = [
+        results.load(fake("a", sampler="uniform", labels=LABELS)),
+        results.load(fake("b", sampler="uniform", labels=LABELS, method="reptile")),
+        results.load(fake("c", sampler="uniform", labels=LABELS, seed=1)),
+    ]
+    text = text_of(page.html(runs))
+    assert text.count("from the mix of all rounds") == 1
+    assert "Cohorts fedavg, seed 0: 0.250 from the mix of all rounds, mean over 2 rounds" in text
+    assert "are drawn; the number" not in text
+    html = page.html([*runs, results.load(fake("d", sampler="no_drift", labels=EVEN))])
+    check_well_formed(html)
+    text = text_of(html)
+    assert "sampler uniform fedavg, seed 0: 0.250 from" in text
+    assert "sampler no_drift fedavg, seed 0: 0.000 from the mix of all rounds, mean over 50 rounds" in text
+    assert "The first 40 rounds are drawn; the number is about all." in text
+
+
+def test_drift_draws_shares_by_area(fake: Fake) -> None:
+    """Shares 3/4 and 1/4: radii as √3 to 1. Rounds 26 wide and classes 22 high: the largest is 22 / 2 - 0.5."""
+    drawn = plots.drift(results.load(fake("run", labels=LABELS)).labels, "")
+    dots = re.findall(r'class="ink (\w+)".*? r="([\d.]+)"', drawn)
+    small, half = 10.5 / 3**0.5, 10.5 * (2 / 3) ** 0.5
+    assert [kind for kind, _ in dots] == ["full"] * 4 + ["hollow"] * 2
+    radii = [10.5, small, small, 10.5, half, half]
+    assert [float(r) for _, r in dots] == pytest.approx(radii, abs=0.051)
+    assert "<title>round 1. class 0: 75.0 %, class 1: 25.0 %</title>" in drawn
+
+
+def test_drift_of_many_classes_adds_some_up(fake: Fake) -> None:
+    """62 classes on at most 32 lines: two to a line, 31 lines, of which each round fills all."""
+    labels = [[r, label, 1 + (r + label) % 3] for r in (1, 2) for label in range(62)]
+    run = results.load(fake("run", labels=labels))
+    assert plots.drift(run.labels, "").count("<circle") == 31 * 3
+    assert "a line adds up 2 of them" in text_of(page.html([run]))
+
+
+def test_adaptation_curves_name_their_ends_and_missing_runs(fake: Fake) -> None:
+    """fedavg ends at (75 + 85) / 2 = 80 % after 5 epochs; of reptile's two runs one has curves."""
+    more = [["epochs", 0, 0.5], ["epochs", 5, 0.85], ["examples", 1, 0.25], ["examples", 10, 0.625]]
+    curves = {("fedavg", 0): ADAPTATION, ("fedavg", 1): more, ("reptile", 0): ADAPTATION, ("reptile", 1): []}
+    runs = [
+        results.load(fake(f"{m}{s}", method=m, seed=s, adaptation=points, unseen=(0.5, 0.75)))
+        for (m, s), points in curves.items()
+    ]
+    html = page.html(runs)
+    check_well_formed(html)
+    assert "by epochs. fedavg ends at 80.0 %; reptile ends at 75.0 %" in html
+    assert "by examples. fedavg ends at 62.5 %; reptile ends at 62.5 %" in html
+    assert "on unseen clients, mean over seeds with a band" in html
+    assert "Not every run has these curves: reptile 1 of 2 runs." in html
+    alone = page.html([results.load(fake("alone", adaptation=ADAPTATION))])
+    assert "on seen clients (there are no unseen ones): against" in alone
+
+
+def test_adaptation_of_many_methods_gets_a_panel_each(fake: Fake) -> None:
+    many = page.OVERLAID + 1
+    html = page.html(
+        [results.load(fake(f"run{i}", method=f"m{i}", adaptation=ADAPTATION)) for i in range(many)]
+    )
+    assert html.count('class="other"') == 2 * many * (many - 1)
+
+
+def test_adaptation_at_one_amount_is_drawn(fake: Fake) -> None:
+    html = page.html([results.load(fake("run", adaptation=[["epochs", 0, 0.5]]))])
+    assert "by epochs. fedavg ends at 50.0 %" in html
+    assert "by examples" not in html
+
+
+def test_other_data_are_tabled_in_the_colours_of_their_methods(fake: Fake) -> None:
+    runs = [results.load(fake("a", method="a")), results.load(fake("b", method="b", also=PRIOR))]
+    table = page.html(runs).partition("Scored on other data too")[2].partition("</section>")[0]
+    assert "own data, seen clients, % prior, seen clients, %" in re.sub(r"\s+", " ", text_of(table))
+    assert re.findall(r'<td[^>]*data-v="([\d.]+)"', table) == ["0.5", "0.75", "0.2", "0.6"]
+    assert 'class="mark s1"' in table
+    assert 'class="mark s0"' not in table
+
+
 def test_an_unfinished_run_is_marked_and_its_curve_drawn(fake: Fake) -> None:
     runs = [
         results.load(fake("done", rounds=ROUNDS)),
@@ -153,8 +244,14 @@ def test_what_comes_from_files_is_escaped(fake: Fake) -> None:
         rounds=ROUNDS,
         clients=CLIENTS,
         partition=[[0, evil, 1, "train", 0, 9]],
+        labels=LABELS,
+        adaptation=ADAPTATION,
+        also={evil: PRIOR["prior"]},
+        sampler=evil,
     )
-    html = page.html([results.load(run)], command=evil)
+    other = fake("other", method="b", labels=LABELS)
+    html = page.html([results.load(run), results.load(other)], command=evil)
+    assert "sampler &lt;script&gt;" in html
     assert html.count("<script>") == 1
     assert "alert('" not in html
     assert "<b>run" not in html
@@ -275,6 +372,12 @@ def test_thin_keeps_the_first_and_the_last() -> None:
 def test_scale_stays_within_the_picture() -> None:
     scale = plots.Scale(0.0, 1.0, 100, 20)
     assert [scale(v) for v in (-1, 0, 0.25, 1, 2)] == [100, 100, 80, 20, 20]
+
+
+def test_a_logarithmic_scale_has_a_place_for_nought() -> None:
+    """1 + value doubles from 0 to 1 to 3 to 7: equal steps."""
+    scale = plots.Scale(0, 7, 0, 30, log=True)
+    assert [scale(v) for v in (0, 1, 3, 7, 9)] == pytest.approx([0, 10, 20, 30, 30])
 
 
 class Tags(HTMLParser):

@@ -11,7 +11,7 @@ import pytest
 
 from apiece.errors import ApieceError
 from apiece.report import results
-from apiece.report.results import Client, Count, Curve, Stat
+from apiece.report.results import Client, Count, Curve, Label, Point, Stat
 
 Fake = Callable[..., Path]
 
@@ -25,7 +25,7 @@ CLIENTS = [
 
 
 def test_load_reads_the_files(fake: Fake) -> None:
-    """The headline metric of the first test set only; empty cells and NaN are None."""
+    """The headline metric on the own data only; empty cells and NaN are None."""
     folder = fake(
         "run",
         seed=7,
@@ -33,6 +33,8 @@ def test_load_reads_the_files(fake: Fake) -> None:
         rounds=[{"round": 0, "seen_initial_mean": 0.1}, {"round": 1, "bytes_up": 10}],
         clients=CLIENTS,
         partition=[[0, "anna", 1, "train", 3, 12]],
+        labels=[[1, 3, 12]],
+        adaptation=[["epochs", 0, 0.5], ["examples", 2, "nan"]],
     )
     run = results.load(folder)
     assert (run.method, run.seed, run.metric, run.finished) == ("fedavg", 7, "accuracy", True)
@@ -46,6 +48,20 @@ def test_load_reads_the_files(fake: Fake) -> None:
     )
     assert [client.harmed for client in run.clients] == [False, True, False]
     assert run.partition == (Count(0, "anna", True, "train", 3, 12),)
+    assert run.labels == (Label(1, 3, 12),)
+    assert run.adaptation == (Point("epochs", 0, 0.5), Point("examples", 2, None))
+
+
+def test_clients_of_other_data_are_left_out_wherever_they_stand(fake: Fake) -> None:
+    run = results.load(fake("run", clients=[CLIENTS[-1], *CLIENTS[:-1]]))
+    assert [client.initial for client in run.clients] == [0.5, 0.75, None]
+
+
+def test_rounds_may_have_columns_of_other_data(fake: Fake) -> None:
+    name = "digits[0-4] seen_initial_mean"
+    runs = [results.load(fake("run", rounds=[{"round": 0, "seen_initial_mean": 0.1, name: 0.7}]))]
+    assert results.curve(runs, "seen_initial_mean").means == (0.1,)
+    assert results.curve(runs, name).means == (0.7,)
 
 
 def test_a_folder_without_an_experiment_is_refused_by_name(tmp_path: Path) -> None:
@@ -208,6 +224,60 @@ def test_curve_is_the_mean_over_seeds_where_all_were_evaluated(fake: Fake) -> No
     assert curve.stds == pytest.approx((0.0, 0.02**0.5))
     assert results.curve(runs, "unseen_initial_mean") == Curve((), (), ())
     assert results.curve([], column) == Curve((), (), ())
+
+
+def test_drift_is_the_mean_distance_from_the_mix_of_all_rounds() -> None:
+    """Class 0 then 1 has 30, 10 examples in round 1 and 10, 30 in round 2: 40 and 40, so half each.
+
+    Round 1 has shares 3/4 and 1/4: distance (1/4 + 1/4) / 2 = 1/4, and round 2 the same. With a third round
+    of 80 and 0 the whole is 120 of 160, shares 3/4 and 1/4: distances 0, 1/2 and 1/4, mean 1/4. Without the
+    second round the whole is 110 of 120: distances 1/6 and 1/12, mean 1/8.
+    """
+    one, two, three = (
+        [Label(1, 0, 30), Label(1, 1, 10)],
+        [Label(2, 0, 10), Label(2, 1, 30)],
+        [Label(3, 0, 80)],
+    )
+    assert results.mixes([*one, *three]) == {1: {0: 0.75, 1: 0.25}, 3: {0: 1.0}}
+    assert results.whole_mix([*one, *two]) == {0: 0.5, 1: 0.5}
+    assert results.drift([*one, *two]) == pytest.approx(1 / 4)
+    assert results.drift([*one, *two, *three]) == pytest.approx(1 / 4)
+    assert results.drift([*one, *three]) == pytest.approx(1 / 8)
+    assert results.drift([*one, Label(2, 0, 3), Label(2, 1, 1)]) == 0
+
+
+def test_adaptation_is_the_mean_over_seeds_at_shared_amounts(fake: Fake) -> None:
+    """5 epochs: 0.4 and 0.6, mean 0.5, variance 0.02. 20 epochs have no score with the second seed."""
+    first = [["epochs", 0, 0.1], ["epochs", 5, 0.4], ["epochs", 20, 0.9], ["examples", 1, 0.3]]
+    second = [["epochs", 0, 0.1], ["epochs", 5, 0.6], ["epochs", 20, "nan"]]
+    runs = [results.load(fake(f"r{s}", seed=s, adaptation=a)) for s, a in enumerate((first, second))]
+    curve = results.adaptation(runs, "epochs")
+    assert curve.rounds == (0, 5)
+    assert curve.means == pytest.approx((0.1, 0.5))
+    assert curve.stds == pytest.approx((0.0, 0.02**0.5))
+    assert results.adaptation(runs, "examples") == Curve((), (), ())
+    assert results.adaptation(runs[:1], "examples") == Curve((1,), (0.3,), (0.0,))
+
+
+def test_other_columns_put_seeds_together_beside_the_own_data(fake: Fake) -> None:
+    """Prior, seen, initial 0.2 and 0.4: 0.3, deviation √(0.01 + 0.01). A null, NaN once, is no number."""
+    parts = [
+        {"seen": {"initial": 0.2, "personalized": 0.6}, "unseen": {"initial": None, "personalized": 0.5}},
+        {"seen": {"initial": 0.4, "personalized": 0.6}, "unseen": None},
+    ]
+    runs = [
+        results.load(fake(f"r{s}", seed=s, seen=(0.5, 0.7 + 0.2 * s), also={"prior": part}))
+        for s, part in enumerate(parts)
+    ]
+    columns = {(c.group, c.name): c.cells for c in results.other_columns(results.groups(runs))}
+    assert columns == {
+        ("own data, seen clients, %", "initial"): ("50.0 ± 0.0",),
+        ("own data, seen clients, %", "personalized"): ("80.0 ± 14.1",),
+        ("prior, seen clients, %", "initial"): ("30.0 ± 14.1",),
+        ("prior, seen clients, %", "personalized"): ("60.0 ± 0.0",),
+        ("prior, unseen clients, %", "personalized"): ("50.0",),
+    }
+    assert results.other_columns(results.groups([results.load(fake("alone"))])) == []
 
 
 def test_importing_the_report_is_light() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from apiece import tree
 from apiece.data import digits, own, synthetic
 from apiece.data.federated import Examples, Federated, federate
-from apiece.data.own import from_arrays, from_path
+from apiece.data.own import from_arrays, from_path, save
 from apiece.data.partition import deal
 from apiece.errors import ApieceError, unknown
 
@@ -27,6 +29,7 @@ __all__ = [
     "load",
     "partition_table",
     "prepare",
+    "save",
 ]
 
 DATASETS = {
@@ -56,10 +59,21 @@ def load(
     label_column: str = "label",
     options: Mapping[str, float] | None = None,
 ) -> Examples:
-    """A dataset of DATASETS, or the file or folder at the path `name`.
+    """A dataset of DATASETS, or the file or folder at the path `name`; `digits[0-4]` keeps those classes.
 
     `clients` and `key` make the data that is generated; the columns are those of .csv and .parquet files.
     """
+    some = re.fullmatch(r"(.+)\[([\d,\- ]+)\]", name)
+    if some is not None:
+        whole = load(
+            some[1],
+            clients=clients,
+            key=key,
+            client_column=client_column,
+            label_column=label_column,
+            options=options,
+        )
+        return _only(whole, some[2])
     called = re.fullmatch(r"([\w-]*)(?:\(([^()]*)\))?", name)
     if called is not None and called[1] in DATASETS:
         return _built_in(called[1], called[2], clients, key, options or {})
@@ -68,6 +82,29 @@ def load(
     if options:
         raise ApieceError(f"{name} takes no options, got {', '.join(sorted(options))}")
     return own.from_path(name, client_column, label_column)
+
+
+def anchored(name: str) -> str:
+    """`name` with a path in it made absolute; the names of datasets stay."""
+    whole, bracket, rest = name.partition("[")
+    if re.split(r"[(\[]", whole)[0] in DATASETS or not whole or not Path(whole).exists():
+        return name
+    return f"{Path(whole).resolve()}{bracket}{rest}"
+
+
+def _only(examples: Examples, text: str) -> Examples:
+    """The examples of some classes, which keep their numbers: a task of a sequence."""
+    kept: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ApieceError(f"classes [{text}] must be like [0-4] or [0,2,5]")
+        kept |= set(range(int(first), int(last or first) + 1))
+    rows = np.isin(examples.y, sorted(kept))
+    if not rows.any():
+        raise ApieceError(f"there is no example of the classes [{text}]")
+    client = None if examples.client is None else examples.client[rows]
+    return replace(examples, x=tree.map(lambda a: a[rows], examples.x), y=examples.y[rows], client=client)
 
 
 def _built_in(
@@ -97,21 +134,26 @@ def prepare(
     key: int,
     test: float = 0.25,
     unseen: float = 0.2,
+    proxy: float = 0.0,
     client_column: str = "client",
     label_column: str = "label",
+    examples: Examples | None = None,
 ) -> Federated:
-    """Load, deal out and split. `auto` keeps the data's own clients, else deals out four classes each."""
-    examples = load(name, clients=clients, key=key, client_column=client_column, label_column=label_column)
+    """Load (unless `examples` are given), deal out and split.
+
+    `auto` keeps the data's own clients, else deals out four classes each.
+    """
+    if examples is None:
+        examples = load(
+            name, clients=clients, key=key, client_column=client_column, label_column=label_column
+        )
     if partition == "auto":
         each = max(
             4, math.ceil(examples.classes / max(clients, 1))
         )  # few clients: enough to deal out every class
         partition = "natural" if examples.client is not None else f"classes:{min(each, examples.classes)}"
     parts, names = deal(partition, examples, clients, key)
-    data = federate(examples, parts, names, key, test, unseen)
-    if not data.seen.any():
-        raise ApieceError(f"an unseen share of {unseen} leaves none of {len(names)} clients to train with")
-    return data
+    return federate(examples, parts, names, key, test, unseen, proxy)
 
 
 def partition_table(data: Federated) -> list[tuple[int, str, int, str, int, int]]:

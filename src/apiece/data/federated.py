@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ class Federated:
     train: Ragged
     test: Ragged
     seen: NDArray[np.bool_]  # False: never sampled, only scored
+    proxy: Ints  # rows of the server's own, taken out of the seen clients' training rows
 
     @property
     def padding(self) -> int:
@@ -86,6 +88,12 @@ class Federated:
     @property
     def seen_ids(self) -> Ints:
         return np.flatnonzero(self.seen)
+
+    @cached_property
+    def labels(self) -> Ints:
+        """y on the host."""
+        labels: Ints = self.y.cpu().numpy()
+        return labels
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -109,15 +117,19 @@ def federate(
     key: int,
     test: float = 0.25,
     unseen: float = 0.2,
+    proxy: float = 0.0,
 ) -> Federated:
     """Split each client's rows into train and test, and the clients into seen and unseen.
 
-    A client of one example keeps it for training: it is trained, and scored NaN.
+    A client of one example keeps it for training: it is trained, and scored NaN. `proxy` is the share of the
+    seen clients' training rows that becomes the server's.
     """
     if not 0.0 <= test < 1.0:
         raise ApieceError(f"the test share must lie in [0, 1), got {test}")
     if not 0.0 <= unseen < 1.0:
         raise ApieceError(f"the unseen share must lie in [0, 1), got {unseen}")
+    if not 0.0 <= proxy < 1.0:
+        raise ApieceError(f"the proxy share must lie in [0, 1), got {proxy}")
     train_parts, test_parts = [], []
     for client, rows in enumerate(parts):
         shuffled = generator(random.fold(key, "test", client)).permutation(rows)
@@ -126,6 +138,12 @@ def federate(
         train_parts.append(np.sort(shuffled[held_out:]))
     seen = np.ones(len(parts), dtype=bool)
     seen[random.choose(random.fold(key, "unseen"), round(unseen * len(parts)), len(parts))] = False
+
+    if not seen.any():
+        raise ApieceError(f"an unseen share of {unseen} leaves none of {len(parts)} clients to train with")
+    theirs = np.concatenate([part for part, mine in zip(train_parts, seen, strict=True) if mine])
+    taken = generator(random.fold(key, "proxy")).permutation(theirs)[: round(proxy * len(theirs))]
+    train_parts = [part[~np.isin(part, taken)] for part in train_parts]
 
     def resident(array: Any) -> Tensor:
         rows = torch.from_numpy(np.ascontiguousarray(array))
@@ -140,6 +158,7 @@ def federate(
         train=Ragged.of(train_parts),
         test=Ragged.of(test_parts),
         seen=seen,
+        proxy=np.sort(taken),
     )
 
 

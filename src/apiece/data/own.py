@@ -1,6 +1,7 @@
 """Your own data: arrays, one file (.npz, .csv, .parquet) or a folder with one such file per client.
 
 - .npz: arrays `x` (one row per example), `y` and `client` (or as client_column says); no pickled objects.
+  `label_names`, if there, lists all labels in order, those that do not occur too.
 - .csv and .parquet: a client column, a label column, and a feature in each other column.
 - a folder: a file's name without its suffix is the client; a file without rows is a client without examples.
 
@@ -42,6 +43,14 @@ def from_arrays(x: Any, y: Any, client_ids: Any, classes: int | None = None) -> 
     return Examples(features, _encode(labels, names), len(names), names, client)
 
 
+def save(path: Path, examples: Examples) -> None:
+    """Keep what `from_arrays` made: `from_path` of the .npz file gives it back."""
+    if examples.client is None or examples.client_names is not None:
+        raise ApieceError("only examples that from_arrays made can be saved: name a file in experiment.data")
+    names = np.array(examples.label_names)
+    np.savez(path, x=examples.x, y=names[examples.y], client=examples.client, label_names=names)
+
+
 def from_path(
     path: str | Path,
     client_column: str | None = "client",
@@ -63,7 +72,8 @@ def from_path(
     _agree(paths, tables)
     with _about(path):
         _some_rows(sum(len(table.x) for table in tables))
-    names = tuple(label_names) if label_names is not None else _label_names([table.y for table in tables])
+    listed = label_names or next((table.label_names for table in tables if table.label_names), ())
+    names = tuple(listed) or _label_names([table.y for table in tables])
     labels = []
     for file, table in zip(paths, tables, strict=True):
         with _about(file):
@@ -109,6 +119,7 @@ class _Table(NamedTuple):
     y: NDArray[Any]  # int64 or strings
     client: NDArray[Any] | None
     features: tuple[str, ...] = ()  # the columns in x, where the format names them
+    label_names: tuple[str, ...] = ()  # where the file lists them
 
 
 def _read(path: Path, columns: _Columns) -> _Table:
@@ -152,11 +163,13 @@ def _npz(path: Path, columns: _Columns) -> _Table:
     try:
         with np.load(path, allow_pickle=False) as file:
             columns.check(file.files, "x", "y")
-            arrays = {name: file[name] for name in file.files if name in ("x", "y", columns.client)}
+            wanted = ("x", "y", columns.client, "label_names")
+            arrays = {name: file[name] for name in file.files if name in wanted}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise ApieceError(f"cannot be read: {error}") from None
     ids = _column(arrays[columns.client], "client ids") if columns.client in arrays else None
-    return _Table(_features(arrays["x"]), _column(arrays["y"], "y"), ids)
+    names = tuple(str(name) for name in arrays.get("label_names", ()))
+    return _Table(_features(arrays["x"]), _column(arrays["y"], "y"), ids, label_names=names)
 
 
 def _csv(path: Path, columns: _Columns) -> _Table:

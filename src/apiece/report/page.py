@@ -6,7 +6,7 @@ import base64
 import hashlib
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,12 @@ from apiece.report.results import GROUPS, SCORES, Group, Run, Scores, Stat, Tabl
 
 OVERLAID = plots.COLOURS  # methods in one panel of learning curves at most; more get a panel each
 PARTITIONS = 3  # drawn at most
+DRIFTS = 8  # drawn at most
+COHORTS = (  # what else than the seed decides who is drawn, and with which examples
+    *("data", "client_column", "label_column", "partition", "partition_seed", "clients", "test", "unseen"),
+    *("proxy", "sampler", "cohort"),
+)
+ALONG = {"epochs": "Personalization epochs", "examples": "Examples of the client"}
 FACTS = ("data", "model", "partition", "clients", "unseen", "cohort", "rounds")
 
 
@@ -50,9 +56,12 @@ def html(runs: Sequence[Run], command: str = "") -> str:
             _header(heading, story),
             _glance(story),
             _table(story),
+            _others(story),
             _curves(story),
+            _adaptation(story),
             _clients(story),
             _partitions(story),
+            _drifts(story),
             _traffic(story),
             _experiments(story),
             _footer(story, command),
@@ -196,10 +205,10 @@ def _figure(panels: Sequence[tuple[str, str]], label: str, kind: str, legend: st
     return f'<figure aria-label="{escape(label)}">{legend}<div class="panels {kind}">{cells}</div></figure>'
 
 
-def _legend(story: Story) -> str:
-    if len(story.rows) == 1:
+def _legend(labels: Mapping[int, str]) -> str:
+    if len(labels) == 1:
         return ""
-    items = (f"<li>{plots.swatch(i)}{escape(row.label)}</li>" for i, row in enumerate(story.rows))
+    items = (f"<li>{plots.swatch(i)}{escape(label)}</li>" for i, label in labels.items())
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
@@ -231,7 +240,44 @@ def _glance(story: Story) -> str:
 
 
 def _table(story: Story) -> str:
-    columns = results.columns(story.rows)
+    several = any(len(row.seeds) > 1 for row in story.rows)
+    spread = " ± the sample standard deviation over seeds" if several else ""
+    bold = "; the best of each column is bold" if len(story.rows) > 1 else ""
+    return _section(
+        "Results",
+        f"{story.metric.capitalize()} after the last round, mean over clients{spread}{bold}. "
+        "<i>Worst 10 %</i>: personalized, over the worst tenth of the clients. <i>Harmed</i>: the share of "
+        "clients that personalization made worse.",
+        _grid(dict(enumerate(story.rows)), results.columns(story.rows), "Table of results"),
+    )
+
+
+def _others(story: Story) -> str:
+    """Scores on other data's clients, the prior task's for example: what was forgotten, what carries over."""
+    scored = {
+        i: group
+        for i, group in enumerate(story.groups)
+        if any((run.summary or {}).get("also") for run in group.finished)
+    }
+    columns = results.other_columns(list(scored.values()))
+    if not columns:
+        return ""
+    rows = {i: story.rows[i] for i in scored}
+    spread = (
+        " ± the sample standard deviation over seeds" if any(len(r.seeds) > 1 for r in rows.values()) else ""
+    )
+    bold = "; the best of each column is bold" if len(rows) > 1 else ""
+    return _section(
+        "Scored on other data too",
+        f"{story.metric.capitalize()} after the last round, on the clients of the run's own data and "
+        f"of other data: mean over clients{spread}{bold}. On data from before the run, <i>initial</i> tells "
+        "what is not forgotten and <i>personalized</i> what a client regains by itself.",
+        _grid(rows, columns, "Table of results on other data"),
+    )
+
+
+def _grid(rows: Mapping[int, TableRow], columns: Sequence[results.Column], label: str) -> str:
+    """A table with two lines of heads; a row's key is its place in the story, hence its colour."""
     spans = [
         (group, sum(c.group == group for c in columns)) for group in dict.fromkeys(c.group for c in columns)
     ]
@@ -243,23 +289,16 @@ def _table(story: Story) -> str:
         f'<th scope="col"{_first(i in firsts)}>{escape(c.name)}</th>' for i, c in enumerate(columns)
     )
     lines = []
-    for r, row in enumerate(story.rows):
+    for r, (index, row) in enumerate(rows.items()):
         cells = "".join(
             f"<td{_first(i in firsts)}{_value(c.stats[r])}>{_strong(_small(c.cells[r]), r in c.best)}</td>"
             for i, c in enumerate(columns)
         )
-        lines.append(f'<tr><th scope="row" data-v="{escape(row.label)}">{_name(r, row)}</th>{cells}</tr>')
-    several = any(len(row.seeds) > 1 for row in story.rows)
-    spread = " ± the sample standard deviation over seeds" if several else ""
-    bold = "; the best of each column is bold" if len(story.rows) > 1 else ""
-    return _section(
-        "Results",
-        f"{story.metric.capitalize()} after the last round, mean over clients{spread}{bold}. "
-        "<i>Worst 10 %</i>: personalized, over the worst tenth of the clients. <i>Harmed</i>: the share of "
-        "clients that personalization made worse.",
-        '<div class="scroll" tabindex="0" role="region" aria-label="Table of results"><table>'
+        lines.append(f'<tr><th scope="row" data-v="{escape(row.label)}">{_name(index, row)}</th>{cells}</tr>')
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
         f'<thead><tr><td></td>{top}</tr><tr><th scope="col">method</th>{heads}</tr>'
-        f"</thead><tbody>{''.join(lines)}</tbody></table></div>",
+        f"</thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 
 
@@ -335,7 +374,7 @@ def _overlaid(story: Story, drawn: Drawn, limits: Limits) -> str:
             aria = f"{score} {story.metric} on {group} clients over rounds. {_ends(series)}"
             caption = f"{group.capitalize()} clients, <b>{score}</b>"
             panels.append((caption, plots.curves(series, limits, aria)))
-    return _figure(panels, "Learning curves", "two", _legend(story))
+    return _figure(panels, "Learning curves", "two", _legend(dict(enumerate(r.label for r in story.rows))))
 
 
 def _apart(story: Story, drawn: Drawn, limits: Limits) -> str:
@@ -359,6 +398,66 @@ def _apart(story: Story, drawn: Drawn, limits: Limits) -> str:
 
 def _ends(series: Sequence[plots.Series]) -> str:
     return "; ".join(f"{s.label} ends at {cell(s.mean.means[-1])} %" for s in series if s.mean.rounds)
+
+
+def _adaptation(story: Story) -> str:
+    """Score against personalization epochs and against local examples, of the runs that were asked for it."""
+    members = {i: [run for run in group.finished if run.adaptation] for i, group in enumerate(story.groups)}
+    drawn = {
+        along: [
+            plots.Series(i, story.groups[i].label, mean, ())
+            for i, runs in members.items()
+            if (mean := results.adaptation(runs, along)).rounds
+        ]
+        for along in ALONG
+    }
+    found = plots.curves_range(s for series in drawn.values() for s in series)
+    if found is None:
+        return ""
+    limits = found[0]
+    labels = {s.style: s.label for series in drawn.values() for s in series}
+    panels, figures = [], []
+    for along, series in drawn.items():
+        if len(labels) <= OVERLAID:
+            aria = f"Personalized {story.metric} by {along}. {_ends(series)}"
+            if series:
+                panels.append((ALONG[along], plots.adaptation(series, limits, along, aria)))
+            continue
+        apart = []
+        for own in series:
+            others = [s.mean for s in series if s is not own]
+            aria = f"{own.label}, personalized {story.metric} by {along}. {_ends([own])}"
+            apart.append((escape(own.label), plots.adaptation([own], limits, along, aria, others)))
+        if apart:
+            figures.append(
+                f'<h3 class="block">{ALONG[along]}</h3>'
+                + _figure(apart, f"Adaptation curves by {along}", "many lines")
+            )
+    if panels:
+        figures.append(_figure(panels, "Adaptation curves", "two", _legend(labels)))
+    return _section("Adaptation curves", _adaptation_words(story, members), "".join(figures))
+
+
+def _adaptation_words(story: Story, members: Mapping[int, list[Run]]) -> str:
+    runs = [run for same in members.values() for run in same]
+    kinds = {bool((run.summary or {}).get("unseen")) for run in runs}
+    whose = "unseen clients" if True in kinds else "seen clients (there are no unseen ones)"
+    if len(kinds) > 1:
+        whose += ", or on seen ones in runs without any"
+    several = any(len(same) > 1 for same in members.values())
+    spread = ", mean over seeds with a band of ± one standard deviation" if several else ""
+    fewer = "; ".join(
+        f"{story.groups[i].label} {len(same)} of {_plural(len(story.groups[i].runs), 'run')}"
+        for i, same in members.items()
+        if len(same) < len(story.groups[i].runs)
+    )
+    grey = " Grey: the other methods." if sum(map(bool, members.values())) > OVERLAID else ""
+    missing = f" Not every run has these curves: {escape(fewer)}." if fewer else ""
+    return (
+        f"Personalized {story.metric} in percent on {whose}{spread}: against the epochs of personalization "
+        "on all examples of a client, and against how many examples it has, by the method's own recipe. "
+        f"Logarithmic across.{grey}{missing}"
+    )
 
 
 def _clients(story: Story) -> str:
@@ -422,6 +521,45 @@ def _partitions(story: Story) -> str:
         "test."
         f"{more}",
         "".join(pictures),
+    )
+
+
+def _drifts(story: Story) -> str:
+    """The label mix of the cohorts over rounds: one run for each way in which cohorts come about."""
+    ways: dict[tuple[str, ...], list[Run]] = {}
+    for run in story.runs:
+        if len(results.mixes(run.labels)) > 1:
+            ways.setdefault(tuple(str(run.experiment.get(name)) for name in COHORTS), []).append(run)
+    if not ways:
+        return ""
+    telling = [i for i in range(len(COHORTS)) if len({way[i] for way in ways}) > 1]
+    panels = []
+    long = per_line = 1
+    for way, runs in list(ways.items())[:DRIFTS]:
+        # The methods of one seed share their cohorts; an unfinished run has fewer of them.
+        run = max(runs, key=lambda run: len(results.mixes(run.labels)))
+        rounds = len(results.mixes(run.labels))
+        long = max(long, rounds)
+        per_line = max(per_line, plots.classes_per_line(len(results.whole_mix(run.labels))))
+        name = ", ".join(f"{COHORTS[i]} {way[i]}" for i in telling) or "Cohorts"
+        words = f"{results.drift(run.labels):.3f} from the mix of all rounds, mean over {rounds} rounds"
+        caption = f"{escape(name)} <small>{escape(f'{run.method}, seed {run.seed}')}: <b>{words}</b></small>"
+        panels.append(
+            (caption, plots.drift(run.labels, f"{name}: label mix of each round's cohort; {words}"))
+        )
+    first = (
+        f" The first {plots.ROUNDS} rounds are drawn; the number is about all." if long > plots.ROUNDS else ""
+    )
+    binned = f" With many classes a line adds up {per_line} of them." if per_line > 1 else ""
+    left = len(ways) - DRIFTS
+    more = f" {left} further ways to draw cohorts are not shown." if left > 0 else ""
+    return _section(
+        "What the cohorts held",
+        "Period drift: the area of a dot is the share of one class (down) among the training examples of the "
+        "cohort of a round (across); hollow, at the end, all rounds put together. The number is the "
+        "total-variation distance between a round's mix and that of all rounds: 0 is no period "
+        f"drift.{first}{binned}{more}",
+        _figure(panels, "Label mix of the cohorts over rounds", "two"),
     )
 
 

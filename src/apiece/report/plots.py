@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from apiece.report.results import Client, Count, Curve, Stat, cell, size
+from apiece.report.results import Client, Count, Curve, Label, Stat, cell, mixes, size, whole_mix
 
 COLOURS = 7  # as many as stay apart for every kind of colour vision; classes s0 … s6 of the page
 POINTS = 200  # drawn per line at most
 BEHIND = 40  # drawn per grey line at most: there is one for each pair of methods
+ROOM = 26  # between the numbers of an axis at least
 FEW = 12  # evaluated rounds that are marked on their line, lest straight pieces be taken for data
 CROWD = 300  # marks in a scatter from which on they shrink
 COLUMNS = 80  # clients drawn in the partition picture at most
 ROWS = 64  # classes, or bins of classes, drawn there at most
+ROUNDS = 40  # drawn in the drift picture at most
+LINES = 32  # classes, or bins of classes, drawn there at most
 TOLD = 8  # classes named under the pointer
 MARKS = (  # one shape per colour, radius about 4, centred on the origin: colour is never the only difference
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
@@ -34,7 +37,7 @@ MARKS = (  # one shape per colour, radius about 4, centred on the origin: colour
 
 
 class Series(NamedTuple):
-    """One method's learning curve: the mean of its finished runs, and each unfinished run by itself."""
+    """One method's curve: the mean of its finished runs, and each unfinished run by itself."""
 
     style: int
     label: str
@@ -48,10 +51,12 @@ class Scale(NamedTuple):
     hi: float
     start: float
     stop: float
+    log: bool = False  # of 1 + value, so that 0 has a place
 
     def __call__(self, value: float) -> float:
-        share = (min(max(value, self.lo), self.hi) - self.lo) / (self.hi - self.lo)
-        return self.start + share * (self.stop - self.start)
+        within = min(max(value, self.lo), self.hi)
+        at, lo, hi = (math.log1p(v) if self.log else v for v in (within, self.lo, self.hi))
+        return self.start + (at - lo) / (hi - lo) * (self.stop - self.start)
 
 
 class Partition(NamedTuple):
@@ -122,8 +127,29 @@ def curves(
     (lo, hi), last = limits
     width, height = 420, 250
     x, y = Scale(0, max(last, 1), 44, width - 14), Scale(lo, hi, height - 42, 16)
-    parts = [_axes(x, y, ticks(0, max(last, 1), 6, whole=True), ticks(lo, hi, 5), name="round", scores=False)]
-    parts += [_line(thin(curve, BEHIND), x, y, "other") for curve in behind]
+    axes = _axes(x, y, ticks(0, max(last, 1), 6, whole=True), ticks(lo, hi, 5), name="round", scores=False)
+    return _svg(width, height, axes + _curves(series, x, y, behind), aria)
+
+
+def adaptation(
+    series: Sequence[Series], limits: tuple[float, float], name: str, aria: str, behind: Sequence[Curve] = ()
+) -> str:
+    """Lines over amounts of epochs or examples, on a logarithmic axis that names the amounts measured."""
+    width, height = 420, 250
+    drawn = [*(s.mean for s in series), *behind]
+    amounts = sorted({amount for curve in drawn for amount in curve.rounds})
+    x = Scale(amounts[0], max(amounts[-1], amounts[0] + 1), 44, width - 14, log=True)
+    y = Scale(*limits, height - 42, 16)
+    named = amounts[:1]
+    for amount in amounts:
+        if x(amount) - x(named[-1]) >= ROOM:
+            named.append(amount)
+    axes = _axes(x, y, named, ticks(*limits, 5), name=name, scores=False)
+    return _svg(width, height, axes + _curves(series, x, y, behind), aria)
+
+
+def _curves(series: Sequence[Series], x: Scale, y: Scale, behind: Sequence[Curve]) -> str:
+    parts = [_line(thin(curve, BEHIND), x, y, "other") for curve in behind]
     parts += [_band(s.mean, x, y, style(s.style)) for s in series]
     for s in series:
         parts.append(_line(s.mean, x, y, f"line {style(s.style)}{' dashed' if s.dashed else ''}"))
@@ -135,7 +161,7 @@ def curves(
         curve = s.mean if s.mean.rounds else next((c for c in s.unfinished if c.rounds), s.mean)
         if curve.rounds:
             parts.append(_mark(s.style, x(curve.rounds[-1]), y(curve.means[-1])))
-    return _svg(width, height, "".join(parts), aria)
+    return "".join(parts)
 
 
 def swatch(index: int) -> str:
@@ -355,6 +381,62 @@ def _tips(part: Partition, at: Layout) -> str:
         size = f'width="{_n(at.across)}" height="{_n(at.bottom - at.top)}"'
         parts.append(f'<rect class="tip" {where} {size}><title>{escape(words)}</title></rect>')
     return "".join(parts)
+
+
+def drift(labels: Sequence[Label], aria: str) -> str:
+    """Rounds across, classes down, area = share of the cohort's examples; last, hollow, all rounds."""
+    found, whole = mixes(labels), whole_mix(labels)
+    rounds = list(found)[:ROUNDS]
+    classes = sorted(whole)
+    per_line = classes_per_line(len(classes))
+    line = {label: i // per_line for i, label in enumerate(classes)}
+    names = classes[::per_line]
+    width, left, top, gap = 420, 44.0, 8.0, 14.0
+    across = min(26.0, (width - left - gap - 8) / (len(rounds) + 1))
+    down = min(22.0, max(9.0, 220 / len(names)))
+    bottom = top + down * len(names)
+    columns = [*(found[r] for r in rounds), whole]
+    binned = [_binned(mix, line) for mix in columns]
+    most = max(share for mix in binned for share in mix.values())
+    end = left + across * len(rounds)
+    xs = [*(left + across * (i + 0.5) for i in range(len(rounds))), end + gap + across / 2]
+    ys = [top + down * (i + 0.5) for i in range(len(names))]
+    parts = []
+    every = math.ceil(13 / down)
+    for i, (name, y) in enumerate(zip(names, ys, strict=True)):
+        parts.append(f'<path class="grid" d="M{_n(left)} {_n(y)}H{_n(end)}"/>')
+        if i % every == 0:
+            parts.append(f'<text x="{_n(left - 8)}" y="{_n(y + 4)}" text-anchor="end">{name}</text>')
+    largest = min(across, down) / 2 - 0.5
+    for mix, x in zip(binned, xs, strict=True):
+        kind = "hollow" if x > end else "full"
+        for i, share in mix.items():
+            radius = max(0.8, largest * math.sqrt(share / most))
+            parts.append(f'<circle class="ink {kind}" cx="{_n(x)}" cy="{_n(ys[i])}" r="{_n(radius)}"/>')
+    stride = math.ceil(ROOM / across)
+    for r, x in list(zip(rounds, xs, strict=False))[::stride]:
+        parts.append(f'<text x="{_n(x)}" y="{_n(bottom + 15)}" text-anchor="middle">{r}</text>')
+    parts.append(f'<text x="{_n(xs[-1])}" y="{_n(bottom + 15)}" text-anchor="middle">all</text>')
+    parts.append(f'<text x="{_n(left)}" y="{_n(bottom + 32)}">round</text>')
+    whens = [*(f"round {r}" for r in rounds), "all rounds"]
+    for when, mix, x in zip(whens, columns, xs, strict=True):
+        largest_first = sorted(mix.items(), key=lambda pair: -pair[1])[:TOLD]
+        told = ", ".join(f"class {label}: {cell(share)} %" for label, share in largest_first)
+        where = f'x="{_n(x - across / 2)}" y="{_n(top)}" width="{_n(across)}" height="{_n(bottom - top)}"'
+        parts.append(f'<rect class="tip" {where}><title>{when}. {told}</title></rect>')
+    return _svg(width, math.ceil(bottom + 38), "".join(parts), aria)
+
+
+def classes_per_line(classes: int) -> int:
+    """How many classes of the drift picture share a line, so that its lines are few enough."""
+    return max(1, math.ceil(classes / LINES))
+
+
+def _binned(mix: Mapping[int, float], line: Mapping[int, int]) -> dict[int, float]:
+    shares: dict[int, float] = {}
+    for label, share in mix.items():
+        shares[line[label]] = shares.get(line[label], 0.0) + share
+    return shares
 
 
 def _svg(width: int, height: int, body: str, aria: str, natural: bool = False) -> str:

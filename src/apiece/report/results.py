@@ -10,6 +10,7 @@ import io
 import json
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,6 +20,7 @@ from apiece.errors import ApieceError
 
 GROUPS = ("seen", "unseen")
 SCORES = ("initial", "personalized")
+OWN = "test"  # clients.csv calls the run's own test examples so; other names are other data's clients
 METRIC = "accuracy"  # what an unfinished run is taken to measure: its summary would have told
 ABSENT = "–"
 
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 
 class Client(NamedTuple):
-    """One client's two scores under the headline metric, on the first test set; None: nothing to score."""
+    """One client's two scores under the headline metric, on the run's own data; None: nothing to score."""
 
     id: int
     seen: bool
@@ -49,6 +51,22 @@ class Count(NamedTuple):
     examples: int
 
 
+class Label(NamedTuple):
+    """How many training examples of one class the cohort of one round held."""
+
+    round: int
+    label: int
+    examples: int
+
+
+class Point(NamedTuple):
+    """The mean personalized score at one amount of epochs or examples; None: nobody was scored."""
+
+    along: str
+    amount: int
+    mean: float | None
+
+
 class Run(NamedTuple):
     folder: Path
     toml: str
@@ -56,6 +74,8 @@ class Run(NamedTuple):
     rounds: tuple[dict[str, float | None], ...]
     clients: tuple[Client, ...]
     partition: tuple[Count, ...]
+    labels: tuple[Label, ...]
+    adaptation: tuple[Point, ...]
     summary: dict[str, Any] | None  # None: unfinished
 
     @property
@@ -128,7 +148,7 @@ class Column(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Mean and standard deviation over seeds at each evaluated round."""
+    """Mean and standard deviation over seeds at each evaluated round, or amount of epochs or examples."""
 
     rounds: tuple[int, ...]
     means: tuple[float, ...]
@@ -147,10 +167,18 @@ def load(folder: Path) -> Run:
         raise ApieceError(f"{path}: {error}") from error
     if "method" not in experiment:
         raise ApieceError(f"{path} names no method")
-    run = Run(folder, toml, experiment, _rows(folder, "rounds.csv", _round), (), (), _summary(folder))
-    return run._replace(
-        clients=_clients(folder, run.metric), partition=_rows(folder, "partition.csv", _count)
+    run = Run(
+        folder=folder,
+        toml=toml,
+        experiment=experiment,
+        rounds=_rows(folder, "rounds.csv", _round),
+        clients=(),
+        partition=_rows(folder, "partition.csv", _count),
+        labels=_rows(folder, "labels.csv", _label),
+        adaptation=_rows(folder, "adaptation.csv", _point),
+        summary=_summary(folder),
     )
+    return run._replace(clients=_clients(folder, run.metric))
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
@@ -220,14 +248,77 @@ def columns(rows: Sequence[TableRow]) -> list[Column]:
     return [column for column in found if any(stat.mean is not None for stat in column.stats)]
 
 
+def other_columns(groups: Sequence[Group]) -> list[Column]:
+    """Initial and personalized means on the own data and on each other data that a run was scored on."""
+    summaries = [[run.summary for run in group.finished if run.summary is not None] for group in groups]
+    names = dict.fromkeys(name for same in summaries for s in same for name in s.get("also") or {})
+    found = []
+    for name in (None, *names) if names else ():
+        for group in GROUPS:
+            parts = [[_part(s, name).get(group) or {} for s in same] for same in summaries]
+            title = f"{'own data' if name is None else name}, {group} clients, %"
+            found += [_column(title, score, [_over(p, score) for p in parts], cell, max) for score in SCORES]
+    return [column for column in found if any(stat.mean is not None for stat in column.stats)]
+
+
 def curve(runs: Sequence[Run], column: str) -> Curve:
     """A column of rounds.csv over the rounds that every one of `runs` has evaluated."""
     tracks = [
         {int(r["round"] or 0): value for r in run.rounds if (value := r.get(column)) is not None}
         for run in runs
     ]
+    return _mean_curve(tracks)
+
+
+def adaptation(runs: Sequence[Run], along: str) -> Curve:
+    """adaptation.csv along epochs or examples, over the amounts that every one of `runs` has."""
+    return _mean_curve(
+        [
+            {p.amount: p.mean for p in run.adaptation if p.along == along and p.mean is not None}
+            for run in runs
+        ]
+    )
+
+
+def mixes(labels: Sequence[Label]) -> dict[int, dict[int, float]]:
+    """Round → class → share of the examples of that round's cohort."""
+    counts: dict[int, Counter[int]] = {}
+    for entry in labels:
+        counts.setdefault(entry.round, Counter())[entry.label] += entry.examples
+    return {round: _shares(counts[round]) for round in sorted(counts) if counts[round].total()}
+
+
+def whole_mix(labels: Sequence[Label]) -> dict[int, float]:
+    """Class → share of the examples of all rounds put together."""
+    counts: Counter[int] = Counter()
+    for entry in labels:
+        counts[entry.label] += entry.examples
+    return _shares(counts)
+
+
+def drift(labels: Sequence[Label]) -> float:
+    """Mean over rounds of ½ Σ |share in the round - share in all rounds|: 0 is no period drift."""
+    whole = whole_mix(labels)
+    return fmean(
+        0.5 * sum(abs(mix.get(label, 0.0) - share) for label, share in whole.items())
+        for mix in mixes(labels).values()
+    )
+
+
+def _shares(counts: Counter[int]) -> dict[int, float]:
+    total = counts.total()
+    return {label: counts[label] / total for label in sorted(counts) if counts[label]}
+
+
+def _part(summary: Mapping[str, Any], name: str | None) -> Mapping[str, Any]:
+    """The figures on the own data (None) or on the other data of that name."""
+    part: Mapping[str, Any] = summary if name is None else (summary.get("also") or {}).get(name) or {}
+    return part
+
+
+def _mean_curve(tracks: Sequence[Mapping[int, float]]) -> Curve:
     shared = sorted(set.intersection(*(set(track) for track in tracks))) if tracks else []
-    stats = [_stat([track[round] for track in tracks]) for round in shared]
+    stats = [_stat([track[at] for track in tracks]) for at in shared]
     return Curve(tuple(shared), tuple(s.mean or 0.0 for s in stats), tuple(s.std or 0.0 for s in stats))
 
 
@@ -350,6 +441,14 @@ def _count(row: Mapping[str, Any]) -> Count:
     )
 
 
+def _label(row: Mapping[str, Any]) -> Label:
+    return Label(int(row["round"]), int(row["label"]), int(row["count"]))
+
+
+def _point(row: Mapping[str, Any]) -> Point:
+    return Point(row["along"], int(row["amount"]), _number(row["personalized_mean"]))
+
+
 def _clients(folder: Path, metric: str) -> tuple[Client, ...]:
     def read(row: Mapping[str, Any]) -> tuple[str, str, Client]:
         client = Client(
@@ -357,8 +456,8 @@ def _clients(folder: Path, metric: str) -> tuple[Client, ...]:
         )
         return row["metric"], row["test"], client
 
-    found = [(test, client) for name, test, client in _rows(folder, "clients.csv", read) if name == metric]
-    return tuple(client for test, client in found if test == found[0][0])
+    rows = _rows(folder, "clients.csv", read)
+    return tuple(client for name, test, client in rows if name == metric and test == OWN)
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:

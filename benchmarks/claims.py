@@ -1,0 +1,208 @@
+"""What the papers claim, tried on digits: `python -m benchmarks.claims --seeds 0-4 --json results/claims.json`.
+
+Each claim is a handful of experiments that differ in one thing; the figures are means over seeds of the mean
+over clients. Settings were fixed before the seeds were run and are the same for both sides of a claim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from apiece import Experiment, run
+from apiece.session import Result
+
+BASE = Experiment(engine="vectorized", threads=1, evaluate_every=50)
+Row = dict[str, float]
+Runs = Iterator[tuple[str, Callable[[int], Row]]]
+
+
+def all_clients(result: Result) -> Row:
+    """Both scores and the harmed share over every client that could be scored, seen or not."""
+    pair = result.pairs["accuracy"]
+    scored = ~np.isnan(pair.initial)
+    initial, personalized = pair.initial[scored], pair.personalized[scored]
+    return {
+        "initial": float(initial.mean()),
+        "personalized": float(personalized.mean()),
+        "harmed": float((personalized < initial).mean()),
+    }
+
+
+def plain(**changes: Any) -> Callable[[int], Row]:
+    return lambda seed: all_clients(run(replace(BASE, seed=seed, **changes)))
+
+
+def first_claims() -> Runs:
+    """FedAvg, personalized, against its own initial model, training alone and pooled data."""
+    for partition in ("classes:4", "classes:2"):
+        for method in ("local", "fedavg", "reptile", "centralized"):
+            yield f"{partition} {method}", plain(method=method, partition=partition)
+
+
+def elastic_constraint() -> Runs:
+    """FedEC against the same without its constraint: 3 of 24 clients a round, fluctuation over the last ten."""
+
+    def last_ten(seed: int, alpha: float, constraint: str, partition: str) -> Row:
+        experiment = replace(
+            BASE,
+            seed=seed,
+            method="fedec",
+            settings={"alpha": alpha, "constraint": constraint},
+            partition=partition,
+            cohort=3,
+            evaluate_every=1,
+        )
+        curve: list[float] = []
+        run(
+            experiment,
+            progress=lambda done, groups: curve.append(groups["seen"].personalized) if groups else None,
+        )
+        return {"personalized": fmean(curve[-10:]), "fluctuation": stdev(curve[-10:])}
+
+    for partition in ("classes:2", "classes:4"):
+        for name, alpha, constraint in (
+            ("reptile (FedEC-wo)", 0.0, "kl"),
+            ("FedEC", 0.5, "kl"),
+            ("FedEC-l2", 0.5, "l2"),
+        ):
+            yield (
+                f"{partition} {name}",
+                lambda seed, a=alpha, c=constraint, p=partition: last_ten(seed, a, c, p),
+            )
+
+
+def learned_aggregator() -> Runs:
+    """FedPA against FedAvg with the same clients' training, under mild and extreme label skew; 2 % proxy."""
+    clients = {"optimizer": "adam", "lr": 0.01, "batch_size": 10, "epochs": 5}
+    for alpha in ("1", "0.01"):
+        for method in ("fedavg", "fedpa"):
+            partition = f"dirichlet:{alpha}:0"
+            yield (
+                f"α={alpha} {method}",
+                plain(method=method, partition=partition, proxy=0.02, cohort=5, settings={"local": clients}),
+            )
+
+
+def decomposition() -> Runs:
+    """APFL-EWC against FedAvg on two classes per client."""
+    for partition in ("classes:2", "classes:4"):
+        for method in ("fedavg", "apfl_ewc"):
+            yield f"{partition} {method}", plain(method=method, partition=partition)
+
+
+def fine_tuning() -> Runs:
+    """FedAvg for 50 rounds against FedAvg for 35 and Reptile for 15, equal in all else."""
+    for partition in ("classes:4", "dirichlet:0.3"):
+        for name, switch in (("FedAvg alone", 50), ("FedAvg → Reptile", 35)):
+            settings = {"switch": switch, "first": {"lr": 0.1}, "then": {"lr": 0.1, "outer": {"lr": 0.01}}}
+            yield (
+                f"{partition} {name}",
+                plain(method="personalized_fedavg", partition=partition, cohort=5, settings=settings),
+            )
+
+
+def guard() -> Runs:
+    """The guard against none, where personalizing harms some clients."""
+    for partition in ("dirichlet:0.3", "dirichlet:10"):
+        for method in ("fedavg", "guarded(fedavg)"):
+            yield f"{partition} {method}", plain(method=method, partition=partition)
+
+
+def forgetting() -> Runs:
+    """After classes 5–9, from a model of classes 0–4: both tasks, each client adapting in one step."""
+    one_step = {"lr": 0.01, "batch_size": 0, "steps": 1}
+    admm = {"lr": 0.01, "rho": 0.1, "lam": 0.5}
+
+    def both(seed: int, method: str, settings: dict[str, Any], place: Path) -> Row:
+        common = replace(BASE, seed=seed, partition="classes:2")
+        first = place / f"first-{seed}"
+        if not first.exists():
+            run(replace(common, data="digits[0-4]", settings={"personal": one_step}), first)
+        result = run(
+            replace(
+                common,
+                method=method,
+                settings=settings,
+                data="digits[5-9]",
+                also=("digits[0-4]",),
+                start=str(first),
+                prior=str(first),
+                cohort=24,
+                rounds=100,
+                evaluate_every=100,
+            )
+        )
+        summary = result.summary
+        return {
+            "prior task": summary["also"]["digits[0-4]"]["unseen"]["personalized"],
+            "new task": summary["unseen"]["personalized"],
+        }
+
+    import tempfile
+
+    place = Path(tempfile.mkdtemp())
+    fedavg = {"lr": 0.1, "epochs": 1, "personal": one_step}
+    for name, method, settings in (
+        ("fedavg", "fedavg", fedavg),
+        ("admm_fedmeta λ=0", "admm_fedmeta", {**admm, "lam": 0.0}),
+        ("admm_fedmeta λ=0.5", "admm_fedmeta", admm),
+    ):
+        yield name, lambda seed, m=method, s=settings: both(seed, m, s, place)
+
+
+CLAIMS: dict[str, Callable[[], Runs]] = {
+    claim.__name__: claim
+    for claim in (
+        first_claims,
+        elastic_constraint,
+        learned_aggregator,
+        decomposition,
+        fine_tuning,
+        guard,
+        forgetting,
+    )
+}
+
+
+def measure(claim: str, seeds: list[int]) -> dict[str, dict[str, tuple[float, float]]]:
+    """row → figure → (mean, std) over seeds, in percent."""
+    table: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, one in CLAIMS[claim]():
+        rows = [one(seed) for seed in seeds]
+        table[name] = {
+            figure: (
+                100 * fmean(row[figure] for row in rows),
+                100 * stdev(row[figure] for row in rows) if len(rows) > 1 else 0.0,
+            )
+            for figure in rows[0]
+        }
+        cells = "  ".join(f"{figure} {mean:.2f} ± {std:.2f}" for figure, (mean, std) in table[name].items())
+        print(f"{claim:20s} {name:28s} {cells}", flush=True)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0-4")
+    parser.add_argument("--only", choices=sorted(CLAIMS), nargs="*")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    first, _, last = options.seeds.partition("-")
+    seeds = list(range(int(first), int(last or first) + 1))
+    tables = {claim: measure(claim, seeds) for claim in options.only or CLAIMS}
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"seeds": seeds, "claims": tables}, indent=1, ensure_ascii=False) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

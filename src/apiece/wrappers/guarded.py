@@ -1,0 +1,51 @@
+"""Guarded: safe personalization, the problem that Jiang et al. 2019 ("Improving Federated Learning
+Personalization via Model Agnostic Meta Learning") name and leave open: some clients are better off with the
+initial model.
+
+Each client holds a slice of its own training data out of all training. Whether personalizing pays is judged
+on that slice; a client that passes deploys the model personalized on its whole shard, any other one, or one
+too small to judge, its initial model. No test data is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from apiece import tree
+from apiece.errors import ApieceError
+from apiece.method import Broadcast, Client, Method, Reply, Wrapper
+from apiece.params import Params
+from apiece.shard import Shard
+from apiece.task import Task
+
+
+@dataclass(frozen=True)
+class Guarded(Wrapper):
+    """The inner method; a client whose held-out loss does not fall keeps its initial model."""
+
+    paper = "this library"
+    kind = "personalized"
+
+    inner: Method
+    held_out: float = 0.2  # share of the client's training examples, the same in every round
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.held_out < 1.0:
+            raise ApieceError(f"held_out must lie between 0 and 1, got {self.held_out}")
+
+    def parts(self, data: Shard) -> tuple[Shard, Shard]:
+        return data.split(1.0 - self.held_out)
+
+    def client_update(self, task: Task, broadcast: Broadcast, client: Client, data: Shard) -> Reply:
+        training, _ = self.parts(data)
+        return self.inner.client_update(task, broadcast, client, training)
+
+    def personalize(self, task: Task, broadcast: Broadcast, client: Client, data: Shard) -> Params:
+        training, held_out = self.parts(data)
+        initial = self.inner.initial(task, broadcast, client)
+        trial = self.inner.personalize(task, broadcast, client, training)
+        judge = held_out.all()
+        pays = (held_out.size > 0) & (task.loss(trial, judge) < task.loss(initial, judge))
+        deployed: Params = tree.where(pays, self.inner.personalize(task, broadcast, client, data), initial)
+        return deployed

@@ -1,0 +1,73 @@
+"""The guard against its own definition, spelled out client by client."""
+
+import pytest
+import torch
+
+from apiece import ApieceError, Recipe, check_method
+from apiece.engines.sequential import Sequential
+from apiece.engines.vectorized import Vectorized
+from apiece.evaluate import models
+from apiece.methods.fedavg import FedAvg
+from apiece.wrappers.elastic import Elastic
+from apiece.wrappers.guarded import Guarded
+from tests.worlds import CPU, federation, servers
+
+SIZES = (0, 1, 3, 8, 20, 33, 12, 15)
+
+
+def test_it_keeps_every_rule() -> None:
+    check_method(Guarded(FedAvg()))
+    check_method(Guarded(Elastic(FedAvg())))
+    check_method(Elastic(Guarded(FedAvg())))
+
+
+@pytest.mark.parametrize("engine", [Sequential(CPU), Vectorized(CPU, 8)], ids=lambda e: e.name)
+def test_each_client_deploys_what_its_held_out_slice_says(engine: Sequential | Vectorized) -> None:
+    """A large learning rate, so that personalizing pays for some clients and not for others."""
+    inner = FedAvg(local=Recipe(lr=0.1, batch_size=4, epochs=2), personal=Recipe(lr=1.5))
+    guard = Guarded(inner, held_out=0.25)
+    training, server = federation(guard, engine, SIZES, 6)
+    server = list(servers(training, server, 3))[-1]
+    f, broadcast = training.federation, training.broadcast(server, 3)
+    ids = list(range(len(SIZES)))
+    with torch.no_grad():
+        found = models(engine, f, broadcast, ids, 3)
+        deployed = []
+        for client, (initial, chosen) in zip(ids, found, strict=True):
+            from apiece import random, tree
+
+            rows, _ = f.rows(f.data.train, [client], [client], random.fold(f.root, "personalize", 3))
+            shard = f.shard(tree.take(rows, 0), True)
+            training_part, held = shard.split(0.75)
+            trial = inner.personalize(f.task, broadcast, (), training_part)
+            judge = held.all()
+            pays = int(held.size) > 0 and float(f.task.loss(trial, judge)) < float(
+                f.task.loss(initial, judge)
+            )
+            expected = inner.personalize(f.task, broadcast, (), shard) if pays else initial
+            deployed.append(pays)
+            for name in expected:
+                torch.testing.assert_close(chosen[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert {True, False} == set(deployed), "the test must see both outcomes"
+
+
+def test_the_slice_is_kept_out_of_training() -> None:
+    """With the held-out rows NaN, nothing that is trained changes."""
+    guard = Guarded(FedAvg(local=Recipe(batch_size=4, epochs=2)))
+    training, server = federation(guard, Vectorized(CPU, 8), SIZES, 6)
+    clean = list(servers(training, server, 2))[-1].params
+    f = training.federation
+    from apiece import random, tree
+
+    for client in range(len(SIZES)):
+        rows, _ = f.rows(f.data.train, [client], [client], random.fold(f.root, "x"))
+        _, held = f.shard(tree.take(rows, 0), True).split(0.8)
+        f.data.x[held._rows.place[: int(held.size)]] = torch.nan
+    poisoned = list(servers(training, server, 2))[-1].params
+    for name in clean:
+        assert torch.equal(clean[name], poisoned[name])
+
+
+def test_a_share_outside_zero_and_one_is_refused() -> None:
+    with pytest.raises(ApieceError, match="held_out"):
+        Guarded(FedAvg(), held_out=1.0)
