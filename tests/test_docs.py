@@ -44,7 +44,11 @@ from tests.worlds import CPU, federation, linear_net, servers
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(apiece.__file__).parent
-PAGES = ("docs/architecture.md", "docs/add-a-method.md", "docs/data.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = (
+    *(f"docs/{name}.md" for name in ("architecture", "add-a-method", "data", "reliability", "results")),
+    *("CONTRIBUTING.md", "CHANGELOG.md"),
+    *(f"docs/methods/{path.name}" for path in sorted((ROOT / "docs/methods").glob("*.md"))),
+)
 QUICK = {"--rounds": "2", "--evaluate-every": "2", "--engine": "vectorized", "--threads": "1"}
 FEW = {"--cohort": "3", "--model": "logistic"}
 ENGINES = [Sequential(CPU), Vectorized(CPU, 8)]

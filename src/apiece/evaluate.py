@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from apiece import random, tree
 from apiece.engines.base import Engine, Federation, cut
@@ -74,10 +76,14 @@ def _both(federation: Federation, broadcast: Broadcast, client: Tree, train: Sha
 
 def _score(federation: Federation, broadcast: Broadcast, client: Tree, train: Shard, test: Shard) -> Tree:
     task, examples = federation.task, test.all()
-    return tuple(
-        task.metrics(task.predict(params, examples.x), examples)
-        for params in _both(federation, broadcast, client, train, test)
-    )
+
+    def metrics(params: Params) -> dict[str, Tensor]:
+        """A model that is not finite has no score: argmax of its outputs would be a number all the same."""
+        fine = tree.finite(params, task.device)
+        found = task.metrics(task.predict(params, examples.x), examples)
+        return {name: torch.where(fine, value, torch.nan) for name, value in found.items()}
+
+    return tuple(metrics(params) for params in _both(federation, broadcast, client, train, test))
 
 
 def _each_client(

@@ -176,7 +176,7 @@ class Recipe(NamedTuple):
     def checked(self, name: str) -> Recipe:
         """This recipe if it can be followed; `name` says whose it is."""
         self.rule.build()
-        for field in ("batch_size", "epochs", "steps"):
+        for field in ("lr", "batch_size", "epochs", "steps"):
             if getattr(self, field) < 0:
                 raise ApieceError(f"{name}.{field} must not be negative, got {getattr(self, field)}")
         return self

@@ -154,21 +154,35 @@ def test_drift_has_a_panel_for_each_way_to_draw_cohorts(fake: Fake) -> None:
 
 
 def test_drift_draws_shares_by_area(fake: Fake) -> None:
-    """Shares 3/4 and 1/4: radii as √3 to 1. Rounds 26 wide and classes 22 high: the largest is 22 / 2 - 0.5."""
-    drawn = plots.drift(results.load(fake("run", labels=LABELS)).labels, "")
+    """Shares 3/4 and 1/4: radii as √3 to 1. Rounds 26 wide and classes 22 high: the largest is 11.
+
+    Beside a picture whose largest share is 1, all are √(3/4) as wide.
+    """
+    part = plots.choose_drift(results.load(fake("run", labels=LABELS)).labels)
+    assert part.most == 0.75
+    drawn = plots.drift(part, part.most, "")
     dots = re.findall(r'class="ink (\w+)".*? r="([\d.]+)"', drawn)
-    small, half = 10.5 / 3**0.5, 10.5 * (2 / 3) ** 0.5
+    small, half = 11 / 3**0.5, 11 * (2 / 3) ** 0.5
     assert [kind for kind, _ in dots] == ["full"] * 4 + ["hollow"] * 2
-    radii = [10.5, small, small, 10.5, half, half]
+    radii = [11, small, small, 11, half, half]
     assert [float(r) for _, r in dots] == pytest.approx(radii, abs=0.051)
+    beside = [float(r) for r in re.findall(r' r="([\d.]+)"', plots.drift(part, 1.0, ""))]
+    assert beside == pytest.approx([0.75**0.5 * r for r in radii], abs=0.051)
     assert "<title>round 1. class 0: 75.0 %, class 1: 25.0 %</title>" in drawn
 
 
 def test_drift_of_many_classes_adds_some_up(fake: Fake) -> None:
-    """62 classes on at most 32 lines: two to a line, 31 lines, of which each round fills all."""
+    """62 classes on at most 32 lines: two to a line, 31 lines, of which each round fills all.
+
+    Round 1 holds class c 1 + (1 + c) % 3 times: 2, 3, 1, 2, 3, 1 …, 20 times over, then 2, 3: 125.
+    The first line has 2 + 3 of them.
+    """
     labels = [[r, label, 1 + (r + label) % 3] for r in (1, 2) for label in range(62)]
     run = results.load(fake("run", labels=labels))
-    assert plots.drift(run.labels, "").count("<circle") == 31 * 3
+    part = plots.choose_drift(run.labels)
+    assert part.lines()[0][0] == pytest.approx(5 / 125)
+    assert part.classes == tuple(range(0, 62, 2))
+    assert plots.drift(part, part.most, "").count("<circle") == 31 * 3
     assert "a line adds up 2 of them" in text_of(page.html([run]))
 
 

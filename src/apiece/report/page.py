@@ -455,7 +455,8 @@ def _adaptation_words(story: Story, members: Mapping[int, list[Run]]) -> str:
     missing = f" Not every run has these curves: {escape(fewer)}." if fewer else ""
     return (
         f"Personalized {story.metric} in percent on {whose}{spread}: against the epochs of personalization "
-        "on all examples of a client, and against how many examples it has, by the method's own recipe. "
+        "on all examples of a client, and against how many examples it has (all, where it has fewer), by "
+        "the method's own recipe. "
         f"Logarithmic across.{grey}{missing}"
     )
 
@@ -533,23 +534,24 @@ def _drifts(story: Story) -> str:
     if not ways:
         return ""
     telling = [i for i in range(len(COHORTS)) if len({way[i] for way in ways}) > 1]
+    # The methods of one seed share their cohorts; an unfinished run has fewer of them.
+    longest = {
+        way: max(runs, key=lambda run: len(results.mixes(run.labels)))
+        for way, runs in list(ways.items())[:DRIFTS]
+    }
+    parts = {way: plots.choose_drift(run.labels) for way, run in longest.items()}
+    most = max(part.most for part in parts.values())
     panels = []
-    long = per_line = 1
-    for way, runs in list(ways.items())[:DRIFTS]:
-        # The methods of one seed share their cohorts; an unfinished run has fewer of them.
-        run = max(runs, key=lambda run: len(results.mixes(run.labels)))
-        rounds = len(results.mixes(run.labels))
-        long = max(long, rounds)
-        per_line = max(per_line, plots.classes_per_line(len(results.whole_mix(run.labels))))
+    for way, run in longest.items():
         name = ", ".join(f"{COHORTS[i]} {way[i]}" for i in telling) or "Cohorts"
-        words = f"{results.drift(run.labels):.3f} from the mix of all rounds, mean over {rounds} rounds"
+        distance = f"{results.drift(run.labels):.3f} from the mix of all rounds"
+        words = f"{distance}, mean over {parts[way].rounds_in_all} rounds"
         caption = f"{escape(name)} <small>{escape(f'{run.method}, seed {run.seed}')}: <b>{words}</b></small>"
-        panels.append(
-            (caption, plots.drift(run.labels, f"{name}: label mix of each round's cohort; {words}"))
-        )
-    first = (
-        f" The first {plots.ROUNDS} rounds are drawn; the number is about all." if long > plots.ROUNDS else ""
-    )
+        aria = f"{name}: label mix of each round's cohort; {words}"
+        panels.append((caption, plots.drift(parts[way], most, aria)))
+    cut = any(part.rounds_in_all > plots.ROUNDS for part in parts.values())
+    first = f" The first {plots.ROUNDS} rounds are drawn; the number is about all." if cut else ""
+    per_line = max(part.classes_per_line for part in parts.values())
     binned = f" With many classes a line adds up {per_line} of them." if per_line > 1 else ""
     left = len(ways) - DRIFTS
     more = f" {left} further ways to draw cohorts are not shown." if left > 0 else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -74,6 +74,31 @@ class Partition(NamedTuple):
     @property
     def most(self) -> int:
         return max(self.counts.values(), default=1)
+
+
+class Drift(NamedTuple):
+    """The part of the cohorts' label mixes that is drawn."""
+
+    rounds: tuple[int, ...]
+    mixes: tuple[dict[int, float], ...]  # class → share: of each of these rounds, then of all rounds
+    classes: tuple[int, ...]  # the first of each line
+    line: dict[int, int]  # class → line
+    classes_per_line: int
+    rounds_in_all: int
+
+    def lines(self) -> list[dict[int, float]]:
+        """The mixes by line."""
+        found = []
+        for mix in self.mixes:
+            shares = dict.fromkeys(sorted({self.line[label] for label in mix}), 0.0)
+            for label, share in mix.items():
+                shares[self.line[label]] += share
+            found.append(shares)
+        return found
+
+    @property
+    def most(self) -> float:
+        return max(share for shares in self.lines() for share in shares.values())
 
 
 def style(index: int) -> str:
@@ -383,60 +408,50 @@ def _tips(part: Partition, at: Layout) -> str:
     return "".join(parts)
 
 
-def drift(labels: Sequence[Label], aria: str) -> str:
-    """Rounds across, classes down, area = share of the cohort's examples; last, hollow, all rounds."""
+def choose_drift(labels: Sequence[Label]) -> Drift:
+    """What of the cohorts' label mixes is drawn: the first rounds, and classes by bins if they are many."""
     found, whole = mixes(labels), whole_mix(labels)
-    rounds = list(found)[:ROUNDS]
-    classes = sorted(whole)
-    per_line = classes_per_line(len(classes))
-    line = {label: i // per_line for i, label in enumerate(classes)}
-    names = classes[::per_line]
+    classes_per_line = max(1, math.ceil(len(whole) / LINES))
+    return Drift(
+        rounds=tuple(found)[:ROUNDS],
+        mixes=(*list(found.values())[:ROUNDS], whole),
+        classes=tuple(whole)[::classes_per_line],
+        line={label: i // classes_per_line for i, label in enumerate(whole)},
+        classes_per_line=classes_per_line,
+        rounds_in_all=len(found),
+    )
+
+
+def drift(part: Drift, most: float, aria: str) -> str:
+    """Rounds across, classes down, area = share of the cohort's examples; last, hollow, all rounds.
+
+    `most` is the share of the largest dot, one for all pictures that are to be compared.
+    """
     width, left, top, gap = 420, 44.0, 8.0, 14.0
-    across = min(26.0, (width - left - gap - 8) / (len(rounds) + 1))
-    down = min(22.0, max(9.0, 220 / len(names)))
-    bottom = top + down * len(names)
-    columns = [*(found[r] for r in rounds), whole]
-    binned = [_binned(mix, line) for mix in columns]
-    most = max(share for mix in binned for share in mix.values())
-    end = left + across * len(rounds)
-    xs = [*(left + across * (i + 0.5) for i in range(len(rounds))), end + gap + across / 2]
-    ys = [top + down * (i + 0.5) for i in range(len(names))]
-    parts = []
-    every = math.ceil(13 / down)
-    for i, (name, y) in enumerate(zip(names, ys, strict=True)):
-        parts.append(f'<path class="grid" d="M{_n(left)} {_n(y)}H{_n(end)}"/>')
-        if i % every == 0:
-            parts.append(f'<text x="{_n(left - 8)}" y="{_n(y + 4)}" text-anchor="end">{name}</text>')
-    largest = min(across, down) / 2 - 0.5
-    for mix, x in zip(binned, xs, strict=True):
+    across = min(26.0, (width - left - gap - 8) / len(part.mixes))
+    down = min(22.0, max(13.0, 1.4 * across), max(9.0, 220 / len(part.classes)))
+    end, bottom = left + across * len(part.rounds), top + down * len(part.classes)
+    xs = [*(left + across * (i + 0.5) for i in range(len(part.rounds))), end + gap + across / 2]
+    ys = [top + down * (i + 0.5) for i in range(len(part.classes))]
+    parts = [f'<path class="grid" d="M{_n(left)} {_n(y)}H{_n(end)}"/>' for y in ys]
+    for label, y in list(zip(part.classes, ys, strict=True))[:: math.ceil(13 / down)]:
+        parts.append(f'<text x="{_n(left - 8)}" y="{_n(y + 4)}" text-anchor="end">{label}</text>')
+    for shares, x in zip(part.lines(), xs, strict=True):
         kind = "hollow" if x > end else "full"
-        for i, share in mix.items():
-            radius = max(0.8, largest * math.sqrt(share / most))
-            parts.append(f'<circle class="ink {kind}" cx="{_n(x)}" cy="{_n(ys[i])}" r="{_n(radius)}"/>')
-    stride = math.ceil(ROOM / across)
-    for r, x in list(zip(rounds, xs, strict=False))[::stride]:
+        for line, share in shares.items():
+            radius = max(0.8, min(across, down) / 2 * math.sqrt(share / most))
+            parts.append(f'<circle class="ink {kind}" cx="{_n(x)}" cy="{_n(ys[line])}" r="{_n(radius)}"/>')
+    for r, x in list(zip(part.rounds, xs[:-1], strict=True))[:: math.ceil(ROOM / across)]:
         parts.append(f'<text x="{_n(x)}" y="{_n(bottom + 15)}" text-anchor="middle">{r}</text>')
     parts.append(f'<text x="{_n(xs[-1])}" y="{_n(bottom + 15)}" text-anchor="middle">all</text>')
     parts.append(f'<text x="{_n(left)}" y="{_n(bottom + 32)}">round</text>')
-    whens = [*(f"round {r}" for r in rounds), "all rounds"]
-    for when, mix, x in zip(whens, columns, xs, strict=True):
-        largest_first = sorted(mix.items(), key=lambda pair: -pair[1])[:TOLD]
-        told = ", ".join(f"class {label}: {cell(share)} %" for label, share in largest_first)
+    whens = [*(f"round {r}" for r in part.rounds), "all rounds"]
+    for when, mix, x in zip(whens, part.mixes, xs, strict=True):
+        largest = sorted(mix.items(), key=lambda pair: -pair[1])[:TOLD]
+        told = ", ".join(f"class {label}: {cell(share)} %" for label, share in largest)
         where = f'x="{_n(x - across / 2)}" y="{_n(top)}" width="{_n(across)}" height="{_n(bottom - top)}"'
         parts.append(f'<rect class="tip" {where}><title>{when}. {told}</title></rect>')
     return _svg(width, math.ceil(bottom + 38), "".join(parts), aria)
-
-
-def classes_per_line(classes: int) -> int:
-    """How many classes of the drift picture share a line, so that its lines are few enough."""
-    return max(1, math.ceil(classes / LINES))
-
-
-def _binned(mix: Mapping[int, float], line: Mapping[int, int]) -> dict[int, float]:
-    shares: dict[int, float] = {}
-    for label, share in mix.items():
-        shares[line[label]] = shares.get(line[label], 0.0) + share
-    return shares
 
 
 def _svg(width: int, height: int, body: str, aria: str, natural: bool = False) -> str:

@@ -79,7 +79,7 @@ class Staged(Method):
 
     first: Method
     then: Method
-    switch: int = 25
+    switch: int
 
     @abstractmethod
     def __init__(self, first: Method, then: Method, switch: int) -> None: ...
