@@ -14,7 +14,7 @@ from apiece import random
 from apiece.data.federated import Federated, Ragged, generator
 from apiece.evaluate import evaluate, summarize
 from apiece.method import Method, Server, inner_methods
-from apiece.session import Session
+from apiece.prepare import Session
 
 EPOCHS = (0, 1, 2, 5, 10, 20, 50)
 EXAMPLES = (1, 2, 5, 10, 20, 50, 100)

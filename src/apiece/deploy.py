@@ -18,7 +18,8 @@ from apiece.engines.base import Federation
 from apiece.errors import ApieceError
 from apiece.evaluate import models
 from apiece.method import Server
-from apiece.session import Session, reopen
+from apiece.prepare import Session
+from apiece.session import reopen
 from apiece.store import Store
 
 

@@ -1,85 +1,39 @@
-"""A run from its experiment: prepare, carry out, resume."""
+"""A run from its experiment: carry out, resume, and what is left of it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from apiece import data as datasets
 from apiece import experiment as experiments
 from apiece import folder as files
-from apiece import models, random, tree
-from apiece.choice import Choice, build, choose, pick_device
-from apiece.data.federated import Examples, Federated
-from apiece.engines.base import Engine, Federation
+from apiece.choice import Choice
+from apiece.data.federated import Examples
 from apiece.errors import ApieceError
-from apiece.evaluate import Pair, evaluate, summarize
+from apiece.evaluate import Pair
 from apiece.evaluate import models as client_models
-from apiece.experiment import AUTO, Experiment
+from apiece.experiment import Experiment
 from apiece.importing import anchored
 from apiece.method import Server
-from apiece.models.validate import problems, validate
 from apiece.params import Params
-from apiece.record import Groups, Record, Scored
-from apiece.sample import SAMPLERS
-from apiece.shard import Rows, Shard
-from apiece.store import Store
-from apiece.task import Task
-from apiece.train import Closed, Training, assemble, refuse_nan
+from apiece.prepare import Session, fingerprint, load_data, prepare
+from apiece.record import Groups, Scored
+from apiece.train import Closed, refuse_nan
 
 log = logging.getLogger("apiece")
 
 Progress = Callable[[int, Groups | None], None]  # rounds done, the scores if they were just measured
 
 PARTITION_COLUMNS = ("client", "name", "seen", "split", "label", "count")
-
-
-@dataclass(frozen=True)
-class Session:
-    """An experiment made ready: data, task, method and engine in their places."""
-
-    experiment: Experiment
-    choice: Choice
-    engine: Engine
-    federation: Federation
-    training: Training
-    server: Server  # before round 0
-    record: Record
-    also: dict[str, Federation]  # other datasets' clients, all newcomers
-
-    def newcomer(self, server: Server, round: int) -> Params:
-        """The initial model of a client never met."""
-        f = self.federation
-        task, broadcast = f.task.for_clients(), self.training.broadcast(server, round)
-        key = random.as_key(random.fold(f.root, "newcomer"), self.engine.device)
-        return f.method.initial(task, broadcast, f.method.init_client(task, broadcast, f.start, key))
-
-    def scores(self, server: Server, round: int) -> list[Scored]:
-        """Every client's scores after `round` rounds, and their figures: the run's own clients first."""
-        broadcast = self.training.broadcast(server, round)
-        found = []
-        for test, federation in {"test": self.federation, **self.also}.items():
-            data = federation.data
-            pairs = evaluate(self.engine, federation, broadcast, list(range(data.population)), round)
-            headline = pairs[federation.task.headline]
-            groups = {
-                "seen": summarize(headline, data.seen, data.test.sizes),
-                "unseen": summarize(headline, ~data.seen, data.test.sizes),
-            }
-            found.append(Scored(test, data, pairs, groups))
-        return found
 
 
 class Result(NamedTuple):
@@ -163,13 +117,20 @@ def reopen(folder: Path) -> Session:
         raise ApieceError(
             f"{recorded} is damaged: {error}. Delete it to have the engine chosen again."
         ) from error
+    if choice is not None and choice.torch != torch.__version__:
+        log.warning(
+            "%s was begun with PyTorch %s; this is %s, and bits may differ",
+            folder,
+            choice.torch,
+            torch.__version__,
+        )
     session = prepare(experiment, folder, choice)
     rows = datasets.partition_table(session.federation.data)
     if choice is None:
         files.write_csv(folder / "partition.csv", PARTITION_COLUMNS, rows)
         files.write_json(recorded, asdict(session.choice))
     elif (
-        choice.data != _fingerprint(session.federation.data)
+        choice.data != fingerprint(session.federation.data)
         or files.csv_text([PARTITION_COLUMNS, *rows]) != (folder / "partition.csv").read_text()
     ):
         raise ApieceError(
@@ -216,117 +177,6 @@ def _claimed(folder: Path) -> Iterator[None]:
             if made and not (folder / "experiment.toml").exists():
                 shutil.rmtree(folder)
             raise
-
-
-def load_data(experiment: Experiment, examples: Examples | None = None) -> Federated:
-    return datasets.prepare(
-        experiment.data,
-        partition=experiment.partition,
-        clients=experiment.clients,
-        test=experiment.test,
-        unseen=experiment.unseen,
-        key=random.fold(experiment.partition_seed, "partition"),
-        proxy=experiment.proxy,
-        client_column=experiment.client_column,
-        label_column=experiment.label_column,
-        examples=examples,
-    )
-
-
-def prepare(
-    experiment: Experiment, folder: Path | None, choice: Choice | None, examples: Examples | None = None
-) -> Session:
-    """Load the data, build the task and the method, choose what is to be chosen."""
-    device = pick_device(experiment.device if choice is None else choice.device)
-    # Convolutions in TF32 would break the agreement of engines; matmuls are fp32 by default.
-    torch.backends.cudnn.allow_tf32 = False
-    data = load_data(experiment, examples).to(device)
-    seen = int(data.seen.sum())
-    if experiment.cohort > seen:
-        raise ApieceError(
-            f"a cohort of {experiment.cohort} cannot be drawn from {seen} seen clients "
-            f"({data.population} clients, {data.population - seen} of them unseen): "
-            f"lower --cohort, or raise --clients"
-        )
-    _tell_small_clients(data)
-    experiment = experiment.resolved(seen)
-    task = models.build(experiment.model, data.input_shape, data.classes, device)
-    engines = _engines(task, experiment.engine, data)
-    method = experiment.build_method()
-    root = random.fold(experiment.seed, "apiece")
-    start = task.init(random.fold(root, "params"))
-    if experiment.prior:
-        task = replace(task, prior=load_params(experiment.prior, start))
-    if experiment.start:
-        start = load_params(experiment.start, start)
-    if len(data.proxy):
-        task = replace(task, proxy=_proxy(data, root))
-    place = None if folder is None else folder / "checkpoint"
-
-    def store(state: tree.Tree) -> Store:
-        kind = choice.store if choice is not None else _store_kind(experiment.store, state, data.population)
-        if kind == "mapped" and place is None:
-            raise ApieceError("a mapped store needs an output folder (--out) to keep clients' states in")
-        return Store(state, data.population, device, place, kind == "mapped")
-
-    trained, cohort = (data.pool(), 1) if method.pooled else (data, experiment.cohort)
-    training, server = assemble(
-        build("sequential", device, 1),
-        method,
-        task,
-        start,
-        trained,
-        cohort,
-        root,
-        SAMPLERS[experiment.sampler],
-        store,
-    )
-    federation = replace(training.federation, data=data)
-    if choice is None:
-        name, threads, reason = choose(training, server, engines, experiment.chunk, experiment.threads)
-        kind = "mapped" if federation.store.mapped else "memory"
-        choice = Choice(
-            name, str(device), experiment.chunk, threads, kind, _fingerprint(data), torch.__version__, reason
-        )
-    torch.set_num_threads(choice.threads)
-    engine = build(choice.engine, device, choice.chunk)
-    metrics = tuple(training.shapes.of(training.broadcast(server, 0)).metrics)
-    record = Record(folder, experiment.id, metrics, experiment.also, experiment.target)
-    also = {name: _newcomers(name, experiment, federation) for name in experiment.also}
-    training = replace(training, engine=engine)
-    return Session(experiment, choice, engine, federation, training, server, record, also)
-
-
-def load_params(place: str, like: Params) -> Params:
-    """The initial model of a run's folder, or the model in a .safetensors file."""
-    path = Path(place) / "model" / "initial.safetensors" if Path(place).is_dir() else Path(place)
-    try:
-        found = Params(load_file(path, device=str(next(iter(like.values())).device)))
-    except (OSError, SafetensorError) as error:
-        raise ApieceError(f"cannot read a model from {path}: {error}. Is the run finished?") from error
-    shapes = {name: tuple(t.shape) for name, t in found.items()}
-    wanted = {name: tuple(t.shape) for name, t in like.items()}
-    if shapes != wanted:
-        raise ApieceError(f"the model in {path} is another one: it holds {shapes}, needed are {wanted}")
-    return found
-
-
-def _proxy(data: Federated, root: int) -> Shard:
-    device = data.y.device
-    key = random.as_key(random.fold(root, "proxy"), device)
-    place = torch.as_tensor(data.proxy, device=device)
-    return Shard(data.x, data.y, Rows(place, random.as_key(len(place), device), key, key), True)
-
-
-def _newcomers(name: str, experiment: Experiment, federation: Federation) -> Federation:
-    """Another dataset's clients, dealt out and split as the run's own; none of them is ever trained on."""
-    data = load_data(replace(experiment, data=name, proxy=0.0)).to(federation.task.device)
-    if (data.input_shape, data.classes) != (federation.data.input_shape, federation.data.classes):
-        raise ApieceError(
-            f"{name} has other inputs or classes than {experiment.data}: the model does not fit"
-        )
-    store = Store(federation.store.template, data.population, federation.task.device, None, mapped=False)
-    return replace(federation, data=data, store=store, root=random.fold(federation.root, "also", name))
 
 
 @torch.no_grad()
@@ -395,40 +245,3 @@ def _kept(folder: Path | None, experiment: Experiment) -> str:
     if not any((folder / "checkpoint").glob("round-*")):
         return "There was no checkpoint yet."
     return f"The last good checkpoint stays in {folder / 'checkpoint'}."
-
-
-def _fingerprint(data: Federated) -> str:
-    """A hash of the examples."""
-    digest = hashlib.sha256()
-    for array in (*tree.leaves(data.x), data.y):
-        digest.update(array.cpu().numpy())
-    return digest.hexdigest()[:16]
-
-
-def _engines(task: Task, asked: str, data: Federated) -> dict[str, str]:
-    """The engines allowed, each with why it cannot run the model, or ''; one that is asked for must."""
-    validate(task, asked, data.input_shape, data.classes)
-    if asked != AUTO:
-        return {asked: ""}
-    found = problems(task, "vectorized", data.input_shape, data.classes)
-    return {"vectorized": found[0].why if found else "", "sequential": ""}
-
-
-def _store_kind(asked: str, state: tree.Tree, population: int) -> str:
-    if asked != AUTO:
-        return asked
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return "mapped" if tree.nbytes(state) * population > memory // 4 else "memory"
-
-
-def _tell_small_clients(data: Federated) -> None:
-    empty, single = int((data.train.sizes == 0).sum()), int((data.train.sizes == 1).sum())
-    unscored = int((data.test.sizes == 0).sum())
-    if empty or single or unscored:
-        log.warning(
-            "%d clients have no training example, %d have one, %d have no test example: "
-            "all are kept, and scored NaN where there is nothing to score",
-            empty,
-            single,
-            unscored,
-        )
