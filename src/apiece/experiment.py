@@ -88,14 +88,14 @@ class Experiment:
         needed = self.proxy == 0.0 and self.build_method().needs_proxy
         return replace(self, proxy=PROXY) if needed else self
 
-    def resolved(self, seen_clients: int) -> Experiment:
-        """This experiment with every setting written out, whatever the defaults become later."""
+    def resolved(self, seen_clients: int, partition: str) -> Experiment:
+        """This experiment with all that the data decides and every setting written out."""
         settings, method = dict(self.settings), self.build_method()
         if self.method == "local" and "epochs" not in settings.get("personal", {}):
             average = round(self.rounds * self.cohort / seen_clients * method.local.epochs)
             settings["personal"] = {**settings.get("personal", {}), "epochs": max(1, average)}
             method = catalog.build(self.method, settings)
-        return replace(self, settings=catalog.settings_of(method))
+        return replace(self, partition=partition, settings=catalog.settings_of(method))
 
     def to_toml(self) -> str:
         return to_toml(asdict(self)) + "\n"

@@ -101,7 +101,7 @@ def prepare(
             f"lower --cohort, or have more clients"
         )
     _tell_small_clients(data)
-    experiment = experiment.resolved(seen)
+    experiment = experiment.resolved(seen, data.partition)
     task = models.build(experiment.model, data.input_shape, data.classes, device)
     engines = _engines(task, experiment.engine, data)
     method = experiment.build_method()

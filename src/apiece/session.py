@@ -98,8 +98,8 @@ def run_or_resume(experiment: Experiment, folder: Path, progress: Progress) -> N
         run(experiment, folder, progress)
         return
     asked = _anchored(experiment).with_proxy()
-    seen = int(load_data(asked).seen.sum())
-    if experiments.read(folder / "experiment.toml") != asked.resolved(seen):
+    data = load_data(asked)
+    if experiments.read(folder / "experiment.toml") != asked.resolved(int(data.seen.sum()), data.partition):
         raise ApieceError(f"{folder} holds another experiment: choose another folder with --out")
     if not (folder / "summary.json").exists():
         resume(folder, progress)

@@ -29,6 +29,6 @@ def test_each_client_trains_alone_and_nothing_is_sent() -> None:
 def test_it_gets_as_many_epochs_as_fedavgs_average_client() -> None:
     """30 rounds × 4 of 20 seen clients × 5 epochs = 30 epochs; what is set stays."""
     experiment = Experiment(method="local", rounds=30, cohort=4)
-    assert experiment.resolved(seen_clients=20).build_method().personal.epochs == 30
+    assert experiment.resolved(20, "iid").build_method().personal.epochs == 30
     fixed = Experiment(method="local", settings={"personal": {"epochs": 7}})
-    assert fixed.resolved(seen_clients=20).build_method().personal.epochs == 7
+    assert fixed.resolved(20, "iid").build_method().personal.epochs == 7

@@ -153,7 +153,7 @@ def prepare(
         )  # few clients: enough to deal out every class
         partition = "natural" if examples.client is not None else f"classes:{min(each, examples.classes)}"
     parts, names = deal(partition, examples, clients, key)
-    return federate(examples, parts, names, key, test, unseen, proxy)
+    return replace(federate(examples, parts, names, key, test, unseen, proxy), partition=partition)
 
 
 def partition_table(data: Federated) -> list[tuple[int, str, int, str, int, int]]:

@@ -76,6 +76,7 @@ class Federated:
     test: Ragged
     seen: NDArray[np.bool_]  # False: never sampled, only scored
     proxy: Ints  # rows of the server's own, taken out of the seen clients' training rows
+    partition: str = ""  # how it was dealt out
 
     @property
     def padding(self) -> int:
