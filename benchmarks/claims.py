@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -181,19 +182,43 @@ def measure(claim: str, seeds: list[int]) -> dict[str, dict[str, tuple[float, fl
     return table
 
 
+def markdown(table: dict[str, dict[str, tuple[float, float]]]) -> str:
+    figures = list(dict.fromkeys(figure for row in table.values() for figure in row))
+    lines = [f"| | {' | '.join(figures)} |", "|---|" + "---|" * len(figures)]
+    for name, row in table.items():
+        cells = [f"{row[figure][0]:.2f} ± {row[figure][1]:.2f}" for figure in figures]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fill(page: str, tables: dict[str, dict[str, dict[str, tuple[float, float]]]]) -> str:
+    """The page with each table put between its marks `<!-- claim -->` and `<!-- end -->`."""
+    for claim, table in tables.items():
+        marks = rf"(<!-- {claim} -->\n).*?(<!-- end -->)"
+        page = re.sub(marks, lambda m, t=table: f"{m[1]}{markdown(t)}\n{m[2]}", page, flags=re.DOTALL)
+    return page
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0-4")
     parser.add_argument("--only", choices=sorted(CLAIMS), nargs="*")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="where to leave the figures")
+    parser.add_argument(
+        "--page", type=Path, help="a page to fill the tables into, from --json if it is there"
+    )
     options = parser.parse_args()
     first, _, last = options.seeds.partition("-")
     seeds = list(range(int(first), int(last or first) + 1))
-    tables = {claim: measure(claim, seeds) for claim in options.only or CLAIMS}
-    if options.json is not None:
-        options.json.write_text(
-            json.dumps({"seeds": seeds, "claims": tables}, indent=1, ensure_ascii=False) + "\n"
-        )
+    if options.page is not None and options.json is not None and options.json.exists():
+        tables = json.loads(options.json.read_text())["claims"]
+    else:
+        tables = {claim: measure(claim, seeds) for claim in options.only or CLAIMS}
+    if options.page is not None:
+        options.page.write_text(fill(options.page.read_text(), tables))
+    elif options.json is not None:
+        figures = {"seeds": seeds, "claims": tables}
+        options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

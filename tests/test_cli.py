@@ -162,7 +162,8 @@ def test_the_saved_experiment_is_what_was_asked_with_everything_written_out(fini
     assert set(saved.settings) == {"local", "personal", "outer"}
     assert saved.settings["local"]["epochs"] == 1
     arguments = [text.replace("epochs=1", "local.epochs=1") for text in SMALL]
-    assert Experiment(**{**vars(described(*arguments)), "settings": saved.settings}) == saved
+    decided = {"settings": saved.settings, "partition": "classes:4"}
+    assert Experiment(**{**vars(described(*arguments)), **decided}) == saved
 
 
 def test_scores_are_the_means_over_clients(finished: Path) -> None:
@@ -490,6 +491,62 @@ def test_compare_takes_the_seed_of_its_file(tmp_path: Path) -> None:
     (run,) = apiece("compare", str(tmp_path / "e.toml"), "--methods", "fedavg", *options).json
     assert run["seed"] == 5
     assert run["folder"] == str(tmp_path / "runs" / "fedavg-s5")
+
+
+def test_compare_takes_a_proxy_from_the_clients_of_all_methods(tmp_path: Path) -> None:
+    options = (
+        *SIZES,
+        "--rounds",
+        "1",
+        "--set",
+        "fedpa.aggregator.epochs=1",
+        "--out",
+        str(tmp_path),
+        "--json",
+    )
+    apiece("compare", "--methods", "fedavg,fedpa", *options)
+    shares = {
+        name: experiment.read(tmp_path / f"{name}-s0" / "experiment.toml").proxy
+        for name in ("fedavg", "fedpa")
+    }
+    assert shares["fedavg"] == shares["fedpa"] > 0
+
+
+# Continual learning and adaptation
+
+
+def test_continual_shows_every_model_on_every_task(tmp_path: Path) -> None:
+    """Two seeds; the figures are those of the runs' summaries."""
+    tasks = ("--tasks", "digits[0-4]; digits[5-9]", "--methods", "fedavg,admm_fedmeta", "--seeds", "0-1")
+    options = (*SIZES, "--partition", "classes:2", "--rounds", "2", "--out", str(tmp_path))
+    shown = apiece("continual", *tasks, *options, "--json").json
+    assert list(shown) == ["after digits[0-4] (fedavg)", "fedavg", "admm_fedmeta"]
+    for seed in (0, 1):
+        summary = strict((tmp_path / f"admm_fedmeta-s{seed}-task2" / "summary.json").read_text())
+        told = {task: scores[seed] for task, scores in shown["admm_fedmeta"].items()}
+        assert told["digits[5-9]"] == summary["unseen"]["personalized"]
+        assert told["digits[0-4]"] == summary["also"]["digits[0-4]"]["unseen"]["personalized"]
+    again = apiece("continual", *tasks, *options).out
+    assert again.count("±") == 6
+
+
+def test_continual_needs_two_tasks() -> None:
+    outcome = apiece("continual", "--tasks", "digits[0-4]")
+    assert outcome.code == 2
+    assert "two datasets or more" in outcome.err
+
+
+def test_curves_are_left_in_the_run(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    rows = apiece("curves", str(folder), "--json").json
+    written = table(folder / "adaptation.csv")
+    assert [(row["along"], row["amount"]) for row in rows] == [
+        (row["along"], row["amount"]) for row in written
+    ]
+    unseen = strict((folder / "summary.json").read_text())["unseen"]
+    no_epoch = next(row for row in written if (row["along"], row["amount"]) == ("epochs", "0"))
+    assert float(no_epoch["personalized_mean"]) == pytest.approx(unseen["initial"])
 
 
 # Lists, checks, reports

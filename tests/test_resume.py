@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from apiece import Experiment, catalog, resume, run
 from tests import killing
+from tests.methods.test_registry import EVERY_METHOD
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +40,36 @@ def test_both_stores_end_with_the_same_scores(whole: dict[str, Path]) -> None:
     assert "engine.json" in names
     assert "clients.csv" not in names
     assert "rounds.csv" not in names
+
+
+class Stop(Exception):  # noqa: N818
+    """Stands for whatever ends a process between two rounds."""
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_every_method_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Interrupted after round 3, one round behind its last checkpoint; both stages of a staged method run."""
+    settings = {"switch": 2} if "first" in catalog.settings_of(catalog.build(name, {})) else {}
+    experiment = Experiment(
+        method=name,
+        settings=settings,
+        model="logistic",
+        clients=8,
+        cohort=3,
+        rounds=4,
+        evaluate_every=2,
+        checkpoint_every=2,
+        engine="vectorized",
+        threads=1,
+    )
+    run(experiment, tmp_path / "whole")
+
+    def stop(done: int, scores: object) -> None:
+        if done == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(experiment, tmp_path / "stopped", stop)
+    assert not (tmp_path / "stopped" / "summary.json").exists()
+    resume(tmp_path / "stopped")
+    assert killing.differences(tmp_path / "whole", tmp_path / "stopped") == []

@@ -6,23 +6,16 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
-from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from apiece import catalog, session, settings
+from apiece import catalog, session, settings, terminal
 from apiece import experiment as experiments
 from apiece.check import examine
 from apiece.choice import pick_device
@@ -32,7 +25,6 @@ from apiece.experiment import Experiment
 from apiece.folder import json_text
 from apiece.methods import METHODS
 from apiece.models import MODELS
-from apiece.record import Groups
 from apiece.wrappers import WRAPPERS
 
 app = typer.Typer(
@@ -46,18 +38,6 @@ app = typer.Typer(
     "model **apiece**.\n\nStart with `apiece run`, then `apiece report`.",
 )
 
-out = Console()
-err = Console(stderr=True)
-
-# What the terminal shows of the report's table; the last ones are left out where it is too narrow.
-_TERMINAL_COLUMNS = (
-    ("seen", "initial"),
-    ("seen", "personalized"),
-    ("unseen", "initial"),
-    ("unseen", "personalized"),
-    ("seen", "harmed"),
-    ("cost", "time"),
-)
 
 WHAT, HOW, WHERE = "What to train", "How to run", "Output"
 
@@ -180,9 +160,11 @@ def run(experiment: ExperimentFile = None, **flags: Any) -> None:
     """
     described = _experiment(experiment, flags)
     folder = flags["out"] or _free_folder(described.method, described.data, f"s{described.seed}")
-    with _bar(described.method, described.rounds, flags["json"], folder, f"apiece resume {folder}") as tick:
+    with terminal.bar(
+        described.method, described.rounds, flags["json"], folder, f"apiece resume {folder}"
+    ) as tick:
         session.run(described, folder, tick)
-    _show([folder], folder, flags["json"])
+    terminal.show_runs([folder], folder, flags["json"])
 
 
 @app.command()
@@ -220,9 +202,9 @@ def compare(
     folder = flags["out"] or _free_folder("compare", base.data)
     for place, described in plan.items():
         title, again = f"{described.method} seed {described.seed}", f"the same command and --out {folder}"
-        with _bar(title, described.rounds, flags["json"], folder / place, again) as tick:
+        with terminal.bar(title, described.rounds, flags["json"], folder / place, again) as tick:
             session.run_or_resume(described, folder / place, tick)
-    _show([folder / place for place in plan], folder, flags["json"])
+    terminal.show_runs([folder / place for place in plan], folder, flags["json"])
 
 
 @app.command()
@@ -278,9 +260,9 @@ def continual(
             f"{step.experiment.method} {step.experiment.data}",
             f"the same command and --out {folder}",
         )
-        with _bar(title, step.experiment.rounds, flags["json"], step.folder, again) as tick:
+        with terminal.bar(title, step.experiment.rounds, flags["json"], step.folder, again) as tick:
             session.run_or_resume(step.experiment, step.folder, tick)
-    _show_forgetting([(step.label, step.folder) for step in steps if step.last], named, flags["json"])
+    terminal.show_forgetting([(step.label, step.folder) for step in steps if step.last], named, flags["json"])
 
 
 @app.command()
@@ -296,7 +278,7 @@ def curves(folder: RunFolder, json: JsonFlag = False) -> None:
     opened, server, round = deploy.latest(folder)
     points = adaptation.curves(opened, server, round)
     adaptation.write(folder, points)
-    _print_rows(
+    terminal.show_rows(
         [
             {
                 "along": p.along,
@@ -318,9 +300,9 @@ def resume(folder: RunFolder, json: JsonFlag = False) -> None:
     """
     path = folder / "experiment.toml"
     described = experiments.read(path) if path.exists() else Experiment()
-    with _bar(described.method, described.rounds, json, folder, f"apiece resume {folder}") as tick:
+    with terminal.bar(described.method, described.rounds, json, folder, f"apiece resume {folder}") as tick:
         session.resume(folder, tick)
-    _show([folder], folder, json)
+    terminal.show_runs([folder], folder, json)
 
 
 @app.command()
@@ -362,7 +344,7 @@ def methods(
         }
         for entry, cls in classes.items()
     ]
-    _print_rows(rows, json)
+    terminal.show_rows(rows, json)
 
 
 @app.command()
@@ -370,7 +352,7 @@ def datasets(json: JsonFlag = False) -> None:
     """The built-in datasets; your own are given to `--data` as a path."""
     rows = [{"name": name, "what": what} for name, what in DATASETS.items()]
     own = {"name": "PATH", "what": "your own .npz, .csv or .parquet file, or a folder with a file per client"}
-    _print_rows(rows if json else [*rows, own], json)
+    terminal.show_rows(rows if json else [*rows, own], json)
 
 
 @app.command()
@@ -378,7 +360,7 @@ def models(json: JsonFlag = False) -> None:
     """The built-in models; your own are given to `--model` as `module:factory` or `file.py:factory`."""
     rows = [{"name": name, "what": entry.description} for name, entry in MODELS.items()]
     own = {"name": "file.py:factory", "what": "your own: a function that returns a torch.nn.Module"}
-    _print_rows(rows if json else [*rows, own], json)
+    terminal.show_rows(rows if json else [*rows, own], json)
 
 
 @app.command()
@@ -400,7 +382,9 @@ def check(
     else:
         for finding in findings:
             mark = "[green]✓[/]" if finding.ok else "[red]✗[/]"
-            out.print(f"{mark} {escape(finding.rule)}  {escape(finding.detail)}".rstrip(), soft_wrap=True)
+            terminal.out.print(
+                f"{mark} {escape(finding.rule)}  {escape(finding.detail)}".rstrip(), soft_wrap=True
+            )
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
 
@@ -420,7 +404,7 @@ def export(
     """
     from apiece import deploy
 
-    _show_deployed(deploy.export(folder, client, output), output, json)
+    terminal.show_deployed(deploy.export(folder, client, output), output, json)
 
 
 @app.command()
@@ -438,7 +422,7 @@ def personalize(
     """
     from apiece import deploy
 
-    _show_deployed(deploy.personalize(folder, data, output), output, json)
+    terminal.show_deployed(deploy.personalize(folder, data, output), output, json)
 
 
 def _experiment(path: Path | None, flags: dict[str, Any]) -> Experiment:
@@ -502,121 +486,6 @@ def _runs_in(folder: Path) -> list[Path]:
     return inside
 
 
-@contextmanager
-def _bar(title: str, rounds: int, quiet: bool, folder: Path, again: str) -> Iterator[session.Progress]:
-    """A progress bar with time left and the latest scores; Ctrl-C says how to go on."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        TextColumn("{task.fields[scores]}"),
-    )
-    bar = Progress(*columns, console=err, disable=quiet)
-    job = bar.add_task(title, total=rounds, scores="")
-    scores = ""
-
-    def tick(done: int, groups: Groups | None) -> None:
-        nonlocal scores
-        scores = _scores(groups) if groups else scores
-        bar.start()
-        bar.update(job, completed=done, scores=scores)
-
-    interrupted = False
-    try:
-        yield tick
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        if bar.live.is_started:
-            bar.stop()
-    if interrupted:
-        begun = (folder / "experiment.toml").exists()
-        typer.echo("interrupted" + (f"; go on with: {again}" if begun else " before round 0"), err=True)
-        raise typer.Exit(130)
-
-
-def _scores(groups: Groups) -> str:
-    parts = [
-        f"{name} {100 * group.initial:.1f}→{100 * group.personalized:.1f}"
-        for name, group in groups.items()
-        if group and group.scored
-    ]
-    return "  ".join(parts)
-
-
-def _show(folders: list[Path], place: Path, as_json: bool) -> None:
-    """The table of finished runs."""
-    from apiece.report import results
-
-    runs = [results.load(folder) for folder in folders]
-    if as_json:
-        found = [{**(run.summary or {}), "folder": str(run.folder)} for run in runs]
-        typer.echo(json_text(found[0] if folders == [place] else found), nl=False)
-        return
-    rows = results.table(runs)
-    several = len(runs) > len(rows)
-    title = f"{results.metric(runs)} in %" + (", mean ± std over seeds" if several else "")
-    # Of a method in a file of one's own the file's name is enough.
-    labels = [re.sub(r"[^\s()]*/", "", row.label) for row in rows]
-    columns = {(c.group.split()[0], c.name): c for c in results.columns(rows)}
-    shown = [columns[name] for name in _TERMINAL_COLUMNS if name in columns]
-    table = _table(title, labels, shown)
-    while (
-        len(shown) > 1 and Measurement.get(out, out.options.update(max_width=500), table).maximum > out.width
-    ):
-        table = _table(title, labels, shown := shown[:-1])
-    out.print(table)
-    skipped = sum((run.summary or {}).get("skipped", 0) for run in runs)
-    if skipped:
-        typer.echo(f"skipped: {skipped} updates that were not finite")
-    typer.echo(f"files: {place}\nreport: apiece report {place} -o report.html")
-
-
-def _table(title: str, labels: list[str], columns: list[Any]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("\nmethod", overflow="fold")
-    for column in columns:
-        table.add_column(f"{column.group.split()[0]}\n{column.name}", justify="right", no_wrap=True)
-    for index, label in enumerate(labels):
-        table.add_row(escape(label), *(_cell(column, index) for column in columns))
-    return table
-
-
-def _cell(column: Any, index: int) -> str:
-    """A cell of the terminal's table, bold where it is the best; side figures without their spread."""
-    text = column.cells[index]
-    if column.name not in ("initial", "personalized"):
-        text = text.split(" ±")[0] + (" s" if column.name == "time" and "±" in text else "")
-    return f"[bold]{text}[/]" if index in column.best else text
-
-
-def _show_forgetting(runs: list[tuple[str, Path]], tasks: list[str], as_json: bool) -> None:
-    """Personalized scores on every task's unseen clients (or seen, if all are), mean ± std over seeds."""
-    from apiece.report import results
-
-    rows: dict[str, dict[str, list[float]]] = {}
-    for label, folder in runs:
-        run = results.load(folder)
-        assert run.summary is not None
-        scored = {run.experiment["data"]: run.summary, **run.summary["also"]}
-        for task in tasks:
-            figures = scored[task]["unseen"] or scored[task]["seen"]
-            rows.setdefault(label, {}).setdefault(task, []).append(figures["personalized"])
-    if as_json:
-        sys.stdout.write(json_text(rows))
-        return
-    table = Table(title="accuracy in % on each task after adapting to it", box=box.SIMPLE_HEAD)
-    table.add_column("method")
-    for task in tasks:
-        table.add_column(task, justify="right")
-    for label, scores in rows.items():
-        cells = [fmean(scores[task]) for task in tasks]
-        spread = [f" ± {100 * stdev(scores[task]):.1f}" if len(scores[task]) > 1 else "" for task in tasks]
-        table.add_row(label, *(f"{100 * mean:.1f}{std}" for mean, std in zip(cells, spread, strict=True)))
-    out.print(table)
-
-
 def _one_method(name: str, as_json: bool) -> None:
     method = catalog.build(catalog.example(name) if name in WRAPPERS else name, {})
     table = catalog.settings_of(method)
@@ -634,31 +503,11 @@ def _first_line(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0]
 
 
-def _show_deployed(deployed: Any, output: Path, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json_text({**deployed._asdict(), "output": str(output)}), nl=False)
-        return
-    d = deployed
-    losses = f"loss on its own {d.examples} examples {d.loss_initial:.4f} → {d.loss_personalized:.4f}"
-    typer.echo(f"client {d.client}, after {d.round} rounds: {losses if d.examples else 'it has no examples'}")
-    typer.echo(f"model: {output}")
-
-
-def _print_rows(rows: list[dict[str, str]], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json_text(rows), nl=False)
-        return
-    table = Table(*rows[0], box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for row in rows:
-        table.add_row(*map(escape, row.values()))
-    out.print(table)
-
-
 def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(
         level=logging.WARNING,
         format="%(message)s",
-        handlers=[RichHandler(console=err, show_path=False, show_time=False)],
+        handlers=[RichHandler(console=terminal.err, show_path=False, show_time=False)],
     )
     try:
         app(arguments, prog_name="apiece")
@@ -669,5 +518,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(message: str) -> None:
-    err.print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    terminal.err.print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(2)

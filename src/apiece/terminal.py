@@ -1,0 +1,173 @@
+"""What the terminal shows: the progress bar, tables, and JSON for programs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from apiece import session
+from apiece.data import anchored
+from apiece.folder import json_text
+from apiece.record import Groups
+
+out = Console()
+err = Console(stderr=True)
+
+# What the terminal shows of the report's table; the last ones are left out where it is too narrow.
+COLUMNS = (
+    ("seen", "initial"),
+    ("seen", "personalized"),
+    ("unseen", "initial"),
+    ("unseen", "personalized"),
+    ("seen", "harmed"),
+    ("cost", "time"),
+)
+
+WHAT, HOW, WHERE = "What to train", "How to run", "Output"
+
+
+@contextmanager
+def bar(title: str, rounds: int, quiet: bool, folder: Path, again: str) -> Iterator[session.Progress]:
+    """A progress bar with time left and the latest scores; Ctrl-C says how to go on."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        TextColumn("{task.fields[scores]}"),
+    )
+    bar = Progress(*columns, console=err, disable=quiet)
+    job = bar.add_task(title, total=rounds, scores="")
+    scores = ""
+
+    def tick(done: int, groups: Groups | None) -> None:
+        nonlocal scores
+        scores = _scores(groups) if groups else scores
+        bar.start()
+        bar.update(job, completed=done, scores=scores)
+
+    interrupted = False
+    try:
+        yield tick
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+    if interrupted:
+        begun = (folder / "experiment.toml").exists()
+        typer.echo("interrupted" + (f"; go on with: {again}" if begun else " before round 0"), err=True)
+        raise typer.Exit(130)
+
+
+def _scores(groups: Groups) -> str:
+    parts = [
+        f"{name} {100 * group.initial:.1f}→{100 * group.personalized:.1f}"
+        for name, group in groups.items()
+        if group and group.scored
+    ]
+    return "  ".join(parts)
+
+
+def show_runs(folders: list[Path], place: Path, as_json: bool) -> None:
+    """The table of finished runs."""
+    from apiece.report import results
+
+    runs = [results.load(folder) for folder in folders]
+    if as_json:
+        found = [{**(run.summary or {}), "folder": str(run.folder)} for run in runs]
+        typer.echo(json_text(found[0] if folders == [place] else found), nl=False)
+        return
+    rows = results.table(runs)
+    several = len(runs) > len(rows)
+    title = f"{results.metric(runs)} in %" + (", mean ± std over seeds" if several else "")
+    # Of a method in a file of one's own the file's name is enough.
+    labels = [re.sub(r"[^\s()]*/", "", row.label) for row in rows]
+    columns = {(c.group.split()[0], c.name): c for c in results.columns(rows)}
+    shown = [columns[name] for name in COLUMNS if name in columns]
+    table = _table(title, labels, shown)
+    while (
+        len(shown) > 1 and Measurement.get(out, out.options.update(max_width=500), table).maximum > out.width
+    ):
+        table = _table(title, labels, shown := shown[:-1])
+    out.print(table)
+    skipped = sum((run.summary or {}).get("skipped", 0) for run in runs)
+    if skipped:
+        typer.echo(f"skipped: {skipped} updates that were not finite")
+    typer.echo(f"files: {place}\nreport: apiece report {place} -o report.html")
+
+
+def _table(title: str, labels: list[str], columns: list[Any]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("\nmethod", overflow="fold")
+    for column in columns:
+        table.add_column(f"{column.group.split()[0]}\n{column.name}", justify="right", no_wrap=True)
+    for index, label in enumerate(labels):
+        table.add_row(escape(label), *(_cell(column, index) for column in columns))
+    return table
+
+
+def _cell(column: Any, index: int) -> str:
+    """A cell of the terminal's table, bold where it is the best; side figures without their spread."""
+    main = column.name in ("initial", "personalized")
+    text = column.cells[index] if main else column.means[index]
+    return f"[bold]{text}[/]" if index in column.best else text
+
+
+def show_forgetting(runs: list[tuple[str, Path]], tasks: list[str], as_json: bool) -> None:
+    """Personalized scores on every task's unseen clients (or seen, if all are), mean ± std over seeds."""
+    from apiece.report import results
+
+    rows: dict[str, dict[str, list[float]]] = {}
+    for label, folder in runs:
+        run = results.load(folder)
+        assert run.summary is not None
+        scored = {run.experiment["data"]: run.summary, **run.summary["also"]}
+        for task in tasks:
+            found = scored[anchored(task)]
+            figures = found["unseen"] or found["seen"]
+            rows.setdefault(label, {}).setdefault(task, []).append(figures["personalized"])
+    if as_json:
+        typer.echo(json_text(rows), nl=False)
+        return
+    table = Table(title="accuracy in % on each task after adapting to it", box=box.SIMPLE_HEAD)
+    table.add_column("method")
+    for task in tasks:
+        table.add_column(task, justify="right")
+    for label, scores in rows.items():
+        cells = [fmean(scores[task]) for task in tasks]
+        spread = [f" ± {100 * stdev(scores[task]):.1f}" if len(scores[task]) > 1 else "" for task in tasks]
+        table.add_row(label, *(f"{100 * mean:.1f}{std}" for mean, std in zip(cells, spread, strict=True)))
+    out.print(table)
+
+
+def show_deployed(deployed: Any, output: Path, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json_text({**deployed._asdict(), "output": str(output)}), nl=False)
+        return
+    d = deployed
+    losses = f"loss on its own {d.examples} examples {d.loss_initial:.4f} → {d.loss_personalized:.4f}"
+    typer.echo(f"client {d.client}, after {d.round} rounds: {losses if d.examples else 'it has no examples'}")
+    typer.echo(f"model: {output}")
+
+
+def show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json_text(rows), nl=False)
+        return
+    table = Table(*rows[0], box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
+    out.print(table)
