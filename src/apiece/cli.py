@@ -231,11 +231,13 @@ def continual(
 ) -> None:
     """Train on one task after another and show what each method forgets.
 
-    The first task is trained once; each method then starts from its model, which is also its prior
-    (θ_p of ADMM-FedMeta). Every model is scored on the clients of all tasks. `--set admm_fedmeta.lam=0.5`
-    sets one method.
+    The first task is trained once, by default settings; each method then starts from its model, which is also
+    its prior (θ_p of ADMM-FedMeta, used if its lam is not 0). Every model is scored on the unseen clients of
+    all tasks, which adapt by the method's own `personal` recipe.
 
-    Example: `apiece continual --tasks "digits[0-4]; digits[5-9]" --methods fedavg,admm_fedmeta --seeds 0-4`
+    Example: `apiece continual --methods fedavg,admm_fedmeta --partition classes:2 --cohort 24 --rounds 100
+    --set fedavg.personal.batch_size=0 --set fedavg.personal.steps=1
+    --set admm_fedmeta.lr=0.1 --set admm_fedmeta.rho=0.1 --set admm_fedmeta.lam=0.01`
     """
     from apiece import continual as sequence
 
@@ -245,7 +247,8 @@ def continual(
     names = _split_methods(methods)
     folder = flags["out"] or _free_folder("continual", first)
     steps = []
-    for seed in _seeds(seeds or "0"):
+    base = _experiment(experiment, {**flags, "set": None})
+    for seed in [base.seed] if seeds is None else _seeds(seeds):
         described = [
             _experiment(
                 experiment,
@@ -254,6 +257,8 @@ def continual(
             for name in names
         ]
         begun = _experiment(experiment, {**flags, "method": first, "seed": seed, "set": None})
+        for one in (begun, *described):
+            one.build_method()  # all mistakes are told before the first run
         steps += sequence.plan(described, begun, named, folder, _file_name)
     for step in steps:
         title, again = (

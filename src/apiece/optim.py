@@ -163,7 +163,7 @@ class Recipe(NamedTuple):
     steps: int = INHERIT
 
     def over(self, base: Recipe) -> Recipe:
-        """This recipe where it is set, `base` elsewhere. Setting epochs alone leaves inherited steps."""
+        """This recipe where it is set, `base` elsewhere. Setting epochs alone drops inherited steps."""
         mine = self._replace(steps=0) if self.epochs is not INHERIT and self.steps is INHERIT else self
         values: list[Any] = [b if a is INHERIT else a for a, b in zip(mine, base, strict=True)]
         return Recipe(*values)

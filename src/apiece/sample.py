@@ -1,7 +1,8 @@
 """Samplers: who takes part in a round, and with which rows. A function of the data and the round alone.
 
 In a real federation the label mix differs between the clients of a round (client drift) and between rounds
-(period drift). The samplers that take one or both away re-deal rows among the cohort: for simulation only.
+(period drift). The samplers that take one or both away give clients other clients' rows, of the cohort or of
+all seen clients: for simulation only.
 """
 
 from __future__ import annotations

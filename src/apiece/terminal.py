@@ -142,7 +142,9 @@ def show_forgetting(runs: list[tuple[str, Path]], tasks: list[str], as_json: boo
     if as_json:
         typer.echo(json_text(rows), nl=False)
         return
-    table = Table(title="accuracy in % on each task after adapting to it", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="accuracy in % of the unseen clients of each task, after adapting to it", box=box.SIMPLE_HEAD
+    )
     table.add_column("method")
     for task in tasks:
         table.add_column(task, justify="right")

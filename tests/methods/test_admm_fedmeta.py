@@ -323,11 +323,17 @@ def test_delta_and_the_number_of_examples_are_sent() -> None:
 def test_what_it_refuses() -> None:
     with pytest.raises(ApieceError, match="there is none"):
         ADMMFedMeta(lam=0.5).init(Task(linear_net), Task(linear_net).init(1), 0)
-    for recipe in (Recipe(momentum=0.9, steps=1), Recipe(optimizer="adam", steps=1), Recipe(steps=2)):
+    whole = {"batch_size": 0, "steps": 1}
+    for recipe in (
+        Recipe(momentum=0.9, **whole),
+        Recipe(optimizer="adam", **whole),
+        Recipe(batch_size=0, steps=2),
+        Recipe(batch_size=5, steps=1),
+    ):
         with pytest.raises(ApieceError, match="one plain gradient step"):
             ADMMFedMeta(local=recipe)
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_keeps_every_rule_with_a_prior(exact: bool) -> None:
-    check_method(ADMMFedMeta(lam=0.5, exact=exact, local=Recipe(lr=0.1, steps=1)))
+    check_method(ADMMFedMeta(lam=0.5, exact=exact, local=Recipe(lr=0.1, batch_size=0, steps=1)))

@@ -11,7 +11,8 @@ server's step is over the whole population as Eq. 11 says. Until its first round
 y_i = 0 (its start is not given), so that nothing need be sent for it. A client sends one vector, the change
 of y_i + ρθ_i since its last accepted reply, in place of θ_i and y_i. All clients have one ρ. D_h is the
 squared distance; `exact` minimises over θ where Eq. 11 takes the gradient of D_h at the old θ. A client
-adapts on its whole training shard, and the test shard plays the query.
+adapts on its whole training shard, and the test shard plays the query. One δ_t = 1/(t + 100) for all clients;
+it, α and ρ are those of the authors' experiments.
 """
 
 from __future__ import annotations
@@ -63,13 +64,20 @@ class ADMMFedMeta(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.local.rule != Rule(lr=self.local.lr) or self.local.steps != 1:
-            raise ApieceError("ADMM-FedMeta adapts by one plain gradient step: of `local`, set lr alone")
+        if self.local.rule != Rule(lr=self.local.lr) or self.local.steps != 1 or self.local.batch_size:
+            raise ApieceError(
+                "ADMM-FedMeta adapts by one plain gradient step on all examples: of `local`, set lr alone"
+            )
+        for name, fine in (("rho", self.rho > 0), ("lam", self.lam >= 0), ("support", 0 < self.support < 1)):
+            if not fine:
+                raise ApieceError(
+                    f"{name}={getattr(self, name)} is out of range: rho > 0, lam ≥ 0, 0 < support < 1"
+                )
 
     def init(self, task: Task, params: Params, key: int) -> Consensus:
         if self.lam and task.prior is None:
             raise ApieceError(
-                f"lam={self.lam} pulls to a prior model and there is none: give one or set lam=0"
+                f"lam={self.lam} pulls to a prior model and there is none: give --prior RUN, or set lam=0"
             )
         return Consensus(params, self.rho * params)
 

@@ -9,13 +9,17 @@ Departures:
 - Clients square their gradients themselves: the same bytes, and Eq. (5) becomes the mean of what they send.
 - `preserving` starts w_k so that a client's first decomposed model is the shared one; the paper's start,
   m = 1 and w_k = w_S, gives (σ(1) + 1)·w_S and is the default.
-Not in the paper, ours: the length of the window; whose loss enters it (below, `client_update`); the standard
+- The window takes the paper's global loss, Eq. (1) over all clients; a server has only its cohort's: here
+  their mean weighted by n_k, of the models before the round (`client_update`).
+- Algorithm 1 has no preset rounds; the text gives two versions of them, and `preset` is that of §4.2.1.
+Not in the paper, ours: M_k = 1 is read as the value before the sigmoid; the window's length; the standard
 deviation is the population's, so that one loss alone has 0; what a unit is besides dense and convolutional
 (`units`); clients without m_k, w_k are scored with plain w_S; `personalize` is one more local training.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,9 +82,12 @@ def units(name: str, w: Tensor) -> str:
     """The transfer vector of a tensor: one entry per row, shared by a module's tensors of as many rows.
 
     Rows are the output units of dense and convolutional layers (weight and bias share them), the channels of
-    a normalization and the gates of a recurrent layer.
+    a normalization and the gates of each layer and direction of a recurrent one. A parameter outside of any
+    module stands alone.
     """
-    return f"{name.rpartition('.')[0]}{list(w.shape[:1])}"
+    module, _, leaf = name.rpartition(".")
+    layer = re.search(r"_l\d+(_reverse)?$", leaf)
+    return f"{module or leaf}{layer[0] if layer else ''}{list(w.shape[:1])}"
 
 
 def gates(m: Params, w: Params) -> Params:
@@ -104,7 +111,7 @@ def part(joined: Params, name: str) -> Params:
 
 
 def compose(joined: Params) -> Params:
-    """Eq. (3): W = w_S ⊙ σ(m) + w_k, or w_S where nothing is decomposed yet."""
+    """Eq. (3), σ written out: W = w_S ⊙ σ(m) + w_k, or w_S where nothing is decomposed yet."""
     w_S, m, w_k = (part(joined, name) for name in ("shared", "transfer", "own"))
     return w_S * gates(m, w_S) + w_k if w_k else w_S
 
@@ -140,6 +147,8 @@ class ApflEwc(Method):
         super().__post_init__()
         if self.window < 1:
             raise ApieceError(f"window must be at least 1, got {self.window}")
+        if self.mu < 0 or not 0 <= self.lam <= 1:
+            raise ApieceError(f"mu ≥ 0 and 0 ≤ lam ≤ 1 are needed, got mu={self.mu}, lam={self.lam}")
 
     def init(self, task: Task, params: Params, key: int) -> Shared:
         zero = torch.zeros((), device=task.device)

@@ -9,8 +9,8 @@ Departures: the branches of lines 13–16 are swapped in print; they are read as
 round has no constraint. τ ("steps" in the algorithm, "epochs" in the text) is `local.epochs`. The outer step
 may use any optimizer on the mean update; the default, SGD, is Eq. 8. The paper writes no formula for L2: here
 c_i = ‖θ − θ̂_i‖². It gives no α, τ or step sizes: the defaults are ours. θ̂_i predicts without dropout. A
-client without examples replies zeros and remembers nothing. Which model is scored for a client outside the
-cohort is left open: here φ is adapted afresh under the client's own constraint.
+client without examples replies zeros and remembers nothing. The paper scores a client of the cohort by the
+model it sent and leaves the others open: here everybody adapts φ afresh under its own constraint.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ initial model.
 
 Each client holds a slice of its own training data out of all training. Whether personalizing pays is judged
 on that slice; a client that passes deploys the model personalized on its whole shard, any other one, or one
-too small to judge, its initial model. No test data is touched.
+too small to judge, its initial model. No test data is touched. The slice is each client's own: samplers that
+re-deal rows among clients, and pooled training, would train on it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Guarded(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.inner.pooled:
+            raise ApieceError(
+                "guarded needs federated clients: pooled training would see every held-out slice"
+            )
         if not 0.0 < self.held_out < 1.0:
             raise ApieceError(f"held_out must lie between 0 and 1, got {self.held_out}")
 
