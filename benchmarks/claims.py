@@ -2,7 +2,7 @@
 
 Each claim is a handful of experiments that differ in one thing; the figures are means over seeds of the mean
 over clients. Both sides of a claim have the same settings, fixed before the seeds were run, except that
-`forgetting` had its ρ and λ picked on two of these seeds.
+`forgetting` had ADMM's learning rate, ρ and λ picked on test scores, λ on two of these seeds.
 """
 
 from __future__ import annotations
