@@ -478,7 +478,7 @@ def test_another_experiment_in_the_folder_is_left_alone(compared: Path) -> None:
     ("text", "seeds"), [("0", [0]), ("0-4", [0, 1, 2, 3, 4]), ("7,3, 7", [7, 3]), ("0-1,5", [0, 1, 5])]
 )
 def test_seeds(text: str, seeds: list[int]) -> None:
-    assert cli._seeds(text) == seeds
+    assert cli._seeds(text, Experiment()) == seeds
 
 
 def test_methods_with_commas_inside() -> None:

@@ -122,6 +122,10 @@ JsonFlag = Annotated[
 ExperimentFile = Annotated[
     Path | None, typer.Argument(metavar="EXPERIMENT.toml", help="An experiment; flags override what it says.")
 ]
+SeedsFlag = Annotated[
+    str | None,
+    typer.Option(help="Seeds: `0-4` or `0,3,7`. Default: the experiment's.", rich_help_panel=WHAT),
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
 
 
@@ -174,10 +178,7 @@ def compare(
     methods: Annotated[
         str, typer.Option(help="Methods, separated by commas.", rich_help_panel=WHAT)
     ] = "local,fedavg,reptile",
-    seeds: Annotated[
-        str | None,
-        typer.Option(help="Seeds: `0-4` or `0,3,7`. Default: the experiment's.", rich_help_panel=WHAT),
-    ] = None,
+    seeds: SeedsFlag = None,
     **flags: Any,
 ) -> None:
     """Run several methods with the same seeds, cohorts and batch orders, and print one table.
@@ -189,13 +190,11 @@ def compare(
     """
     names = _split_methods(methods)
     base = _experiment(experiment, {**flags, "set": None})
-    plan = {}
-    for name in names:
-        chosen = {**flags, "method": name, "set": _for_method(flags["set"] or [], name, names)}
-        for seed in [base.seed] if seeds is None else _seeds(seeds):
-            described = _experiment(experiment, {**chosen, "seed": seed})
-            described.build_method()  # all mistakes are told before the first run
-            plan[f"{_file_name(name)}-s{seed}"] = described
+    plan = {
+        f"{_file_name(name)}-s{seed}": _one_of(names, name, seed, experiment, flags)
+        for name in names
+        for seed in _seeds(seeds, base)
+    }
     # All methods train on equal data: if one needs a proxy set, it is taken from the clients of all.
     proxy = max(described.with_proxy().proxy for described in plan.values())
     plan = {place: replace(described, proxy=proxy) for place, described in plan.items()}
@@ -223,10 +222,7 @@ def continual(
     methods: Annotated[
         str, typer.Option(help="Methods of the later tasks, separated by commas.", rich_help_panel=WHAT)
     ] = "fedavg,admm_fedmeta",
-    seeds: Annotated[
-        str | None,
-        typer.Option(help="Seeds: `0-4` or `0,3,7`. Default: the experiment's.", rich_help_panel=WHAT),
-    ] = None,
+    seeds: SeedsFlag = None,
     **flags: Any,
 ) -> None:
     """Train on one task after another and show what each method forgets.
@@ -248,17 +244,9 @@ def continual(
     folder = flags["out"] or _free_folder("continual", first)
     steps = []
     base = _experiment(experiment, {**flags, "set": None})
-    for seed in [base.seed] if seeds is None else _seeds(seeds):
-        described = [
-            _experiment(
-                experiment,
-                {**flags, "method": name, "seed": seed, "set": _for_method(flags["set"] or [], name, names)},
-            )
-            for name in names
-        ]
-        begun = _experiment(experiment, {**flags, "method": first, "seed": seed, "set": None})
-        for one in (begun, *described):
-            one.build_method()  # all mistakes are told before the first run
+    for seed in _seeds(seeds, base):
+        described = [_one_of(names, name, seed, experiment, flags) for name in names]
+        begun = _one_of([first], first, seed, experiment, {**flags, "set": None})
         steps += sequence.plan(described, begun, named, folder, _file_name)
     for step in steps:
         title, again = (
@@ -440,6 +428,14 @@ def _experiment(path: Path | None, flags: dict[str, Any]) -> Experiment:
     return experiments.from_table(given, base)
 
 
+def _one_of(names: list[str], name: str, seed: int, path: Path | None, flags: dict[str, Any]) -> Experiment:
+    """The experiment of one of several methods; a mistake in it is told now, before the first run."""
+    own = {"method": name, "seed": seed, "set": _for_method(flags["set"] or [], name, names)}
+    described = _experiment(path, {**flags, **own})
+    described.build_method()
+    return described
+
+
 def _split_methods(text: str) -> list[str]:
     names = catalog.expressions(text)
     if not all(names):
@@ -447,7 +443,9 @@ def _split_methods(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _seeds(text: str) -> list[int]:
+def _seeds(text: str | None, base: Experiment) -> list[int]:
+    if text is None:
+        return [base.seed]
     seeds: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from apiece import checkpoint, random, tree
+from apiece import checkpoint, tree
 from apiece import data as datasets
 from apiece import folder as files
 from apiece.data.federated import Examples, Federated, federate
@@ -20,7 +19,6 @@ from apiece.evaluate import models
 from apiece.method import Server
 from apiece.prepare import Session
 from apiece.session import reopen
-from apiece.store import Store
 
 
 class Deployed(NamedTuple):
@@ -48,10 +46,7 @@ def personalize(folder: Path, path: Path, output: Path) -> Deployed:
     _same_shape(examples, data)
     rows = np.arange(len(examples.y))
     alone = federate(examples, [rows], [path.stem], key=0, test=0.0, unseen=0.0).to(session.engine.device)
-    store = Store(session.federation.store.template, 1, session.engine.device, None, mapped=False)
-    root = random.fold(session.federation.root, "newcomer")
-    federation = replace(session.federation, data=alone, store=store, root=root)
-    return _write(session, federation, server, round, 0, output)
+    return _write(session, session.federation.newcomers(alone, "newcomer"), server, round, 0, output)
 
 
 def latest(folder: Path) -> tuple[Session, Server, int]:

@@ -20,21 +20,21 @@ from apiece.checkpoint import sync
 from apiece.errors import ApieceError
 
 
-def write_text(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     """Replace a file whole: a reader, or a kill, sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".draft")
-    draft.write_text(text, encoding="utf-8")
+    draft.write_bytes(content)
     sync(draft)
     draft.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    _write(path, text.encode())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".draft")
-    draft.write_bytes(save({name: t.contiguous().cpu() for name, t in tensors.items()}, dict(facts or {})))
-    sync(draft)
-    draft.replace(path)
+    _write(path, save({name: t.contiguous().cpu() for name, t in tensors.items()}, dict(facts or {})))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -178,6 +178,12 @@ class Wrapper(Method):
         return self.inner.personalize(task, broadcast, client, data)
 
 
+def newcomer(method: Method, task: Task, broadcast: Broadcast, start: Params, key: Tensor) -> Params:
+    """The initial model of a client never met."""
+    task = task.for_clients()
+    return method.initial(task, broadcast, method.init_client(task, broadcast, start, key))
+
+
 def inner_methods(method: Method) -> dict[str, Method]:
     """The methods a wrapper wraps, by field name."""
     values = {f.name: getattr(method, f.name) for f in fields(method)}  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from apiece.engines.base import Engine, Federation
 from apiece.errors import ApieceError
 from apiece.evaluate import evaluate, summarize
 from apiece.experiment import AUTO, Experiment
-from apiece.method import Server
+from apiece.method import Server, newcomer
 from apiece.models.validate import problems, validate
 from apiece.params import Params
 from apiece.record import Record, Scored
@@ -48,10 +48,9 @@ class Session:
 
     def newcomer(self, server: Server, round: int) -> Params:
         """The initial model of a client never met."""
-        f = self.federation
-        task, broadcast = f.task.for_clients(), self.training.broadcast(server, round)
+        f, broadcast = self.federation, self.training.broadcast(server, round)
         key = random.as_key(random.fold(f.root, "newcomer"), self.engine.device)
-        return f.method.initial(task, broadcast, f.method.init_client(task, broadcast, f.start, key))
+        return newcomer(f.method, f.task, broadcast, f.start, key)
 
     def scores(self, server: Server, round: int) -> list[Scored]:
         """Every client's scores after `round` rounds, and their figures: the run's own clients first."""
@@ -181,8 +180,7 @@ def _newcomers(name: str, experiment: Experiment, federation: Federation) -> Fed
         raise ApieceError(
             f"{name} has other inputs or classes than {experiment.data}: the model does not fit"
         )
-    store = Store(federation.store.template, data.population, federation.task.device, None, mapped=False)
-    return replace(federation, data=data, store=store, root=random.fold(federation.root, "also", name))
+    return federation.newcomers(data, "also", name)
 
 
 def fingerprint(data: Federated) -> str:

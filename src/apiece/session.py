@@ -200,7 +200,7 @@ def carry_out(session: Session, progress: Progress) -> Result:
         # On a GPU nothing is read back between these points: the rounds queue up behind each other.
         if measure or save or s.engine.device.type == "cpu":
             if e.on_nan == "stop":
-                refuse_nan(pending, _kept(record.folder, e))
+                refuse_nan(pending, _kept(record.folder))
             if measure:
                 scored = s.scores(server, done)
                 record.clients(scored)
@@ -239,7 +239,7 @@ def write_model(folder: Path, session: Session, params: Params) -> None:
     files.write_json(folder / "model.json", card)
 
 
-def _kept(folder: Path | None, experiment: Experiment) -> str:
+def _kept(folder: Path | None) -> str:
     if folder is None:
         return "Nothing was saved: no output folder was given."
     if not any((folder / "checkpoint").glob("round-*")):

@@ -158,11 +158,10 @@ def prepare(
 
 def partition_table(data: Federated) -> list[tuple[int, str, int, str, int, int]]:
     """Rows (client, name, seen, split, label, count) of what is held; seen is 1 or 0, split train or test."""
-    y = data.y.cpu().numpy()
     return [
         (client, data.names[client], int(data.seen[client]), split, label, int(count))
         for client in range(data.population)
         for split, rows in (("train", data.train), ("test", data.test))
-        for label, count in enumerate(np.bincount(y[rows[client]], minlength=data.classes))
+        for label, count in enumerate(np.bincount(data.labels[rows[client]], minlength=data.classes))
         if count > 0
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -90,6 +90,11 @@ class Federation:
 
     def shard(self, rows: Rows, even: bool) -> Shard:
         return Shard(self.data.x, self.data.y, rows, even)
+
+    def newcomers(self, data: Federated, *purpose: str) -> Federation:
+        """Other clients, none of them ever met, with keys of their own below `purpose`."""
+        store = Store(self.store.template, data.population, self.task.device, None, mapped=False)
+        return replace(self, data=data, store=store, root=random.fold(self.root, *purpose))
 
     def states(self, engine: Engine, broadcast: Broadcast, ids: Sequence[int]) -> Tree:
         """The clients' states; of one not met before, its first."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from apiece import tree
 from apiece.errors import ApieceError
-from apiece.method import Broadcast, Client, Method, Reduce, Reply, Round, Server
+from apiece.method import Broadcast, Client, Method, Reduce, Reply, Round, Server, newcomer
 from apiece.optim import Recipe
 from apiece.params import Params
 from apiece.random import as_key, fold
@@ -64,10 +64,9 @@ def _begin(method: Method, task: Task, params: Params, key: int) -> StageServer:
 
 
 def _newcomer(method: Method, task: Task, stage: StageServer, round: Round) -> Params:
-    """The initial model of a client never met."""
-    task, broadcast = task.for_clients(), method.broadcast(stage.server, round)
+    """The newcomer model of a stage at a round."""
     key = as_key(fold(round.key, "newcomer"), task.device)
-    return method.initial(task, broadcast, method.init_client(task, broadcast, stage.start, key))
+    return newcomer(method, task, method.broadcast(stage.server, round), stage.start, key)
 
 
 def _blank(outline: Tree) -> Client:
