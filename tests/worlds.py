@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from apiece import Dropout, Method, Task
+from apiece import Dropout, Method, Shard, Task, random, tree
 from apiece.data.federated import Examples, Federated, federate
 from apiece.engines.base import Engine
 from apiece.method import Server
@@ -65,3 +65,16 @@ def servers(training: Training, server: Server, rounds: int) -> Iterator[Server]
     with torch.no_grad():
         for closed in training.rounds(server, 0, rounds):
             yield closed.server
+
+
+def cohort_shards(training: Training, index: int) -> list[tuple[int, Shard]]:
+    """(id, shard) of each client of round `index`; the shards' x are row numbers, for plain references."""
+    f = training.federation
+    round = training.round(index)
+    cohort = training.sampler(f.data, round)
+    key = random.fold(round.key, "client")
+    out = []
+    for at, client in enumerate(cohort.ids):
+        rows, even = f.rows(cohort.train, [at], [client], key)
+        out.append((client, Shard(torch.arange(len(f.data.y)), f.data.y, tree.take(rows, 0), even)))
+    return out

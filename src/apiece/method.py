@@ -62,6 +62,13 @@ class Model(NamedTuple):
     params: Params
 
 
+class Span(NamedTuple):
+    """A range of positive numbers to search, on a logarithmic scale."""
+
+    low: float
+    high: float
+
+
 class Method(ABC):
     """Subclasses are final, frozen dataclasses of hyper-parameters, each in one file.
 
@@ -75,6 +82,8 @@ class Method(ABC):
     kind: ClassVar[str] = ""  # global, meta, personalized or baseline
     pooled: ClassVar[bool] = False  # trains on all seen clients' data as one client: no federation
     needs_proxy: ClassVar[bool] = False  # its server trains on data of its own
+    # What `apiece tune` searches: a setting → its range, or the values to choose from.
+    search: ClassVar[Mapping[str, Span | tuple[Any, ...]]] = {"local.lr": Span(0.01, 0.5)}
 
     def __init_subclass__(cls) -> None:
         for base in cls.__mro__[1:]:

@@ -7,31 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apiece import Recipe, Rule, Shard
+from apiece import Recipe, Rule
 from apiece.engines.base import Engine
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.methods.fedavg import FedAvg
 from apiece.train import Training
-from tests.worlds import CPU, federation, linear_net, servers
+from tests.worlds import CPU, cohort_shards, federation, linear_net, servers
 
 SIZES = (7, 23, 1, 12)
 
 
 def cohort_batches(training: Training, index: int, epochs: int) -> list[tuple[int, list[torch.Tensor]]]:
     """(size, rows of every batch in order) of each client of round `index`."""
-    f = training.federation
-    round = training.round(index)
-    cohort = training.sampler(f.data, round)
-    from apiece import random
-
-    key = random.fold(round.key, "client")
-    out = []
-    for at, client in enumerate(cohort.ids):
-        rows, even = f.rows(cohort.train, [at], [client], key)
-        shard = Shard(torch.arange(len(f.data.y)), f.data.y, type(rows)(*(leaf[0] for leaf in rows)), even)
-        out.append((int(shard.size), [batch.x for batch in shard.batches(5, epochs)]))
-    return out
+    return [
+        (int(shard.size), [batch.x for batch in shard.batches(5, epochs)])
+        for _, shard in cohort_shards(training, index)
+    ]
 
 
 @pytest.mark.parametrize("engine", [Sequential(CPU), Vectorized(CPU, 8)], ids=lambda e: e.name)
