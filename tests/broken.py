@@ -254,7 +254,7 @@ class HiddenState(Averaging):
 
     local: Recipe = Recipe()
     personal: Recipe = Recipe()
-    calls = []  # noqa: RUF012
+    calls = []
 
     def client_update(self, task: Task, broadcast: Model, client: Any, data: Shard) -> Reply:
         self.calls.append(1)

@@ -19,12 +19,10 @@ import torch
 
 from apiece import Experiment, __version__, catalog, run
 from apiece.check import examine
-from apiece.methods import METHODS
-from apiece.wrappers import WRAPPERS
 
 
 def every_method() -> list[str]:
-    return [catalog.example(name) for name in sorted(METHODS | WRAPPERS)]
+    return [catalog.example(name) for name in catalog.names()]
 
 
 def server_params(engine: str, device: str, model: str) -> dict[str, torch.Tensor]:

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from apiece import ApieceError, Method
-from apiece.catalog import build, lookup, settings_of
+from apiece import ApieceError, Method, Recipe, Rule
+from apiece.catalog import build, describe, lookup, settings_of
 from apiece.importing import anchored
 from apiece.methods.fedavg import FedAvg
 from apiece.wrappers.elastic import Elastic
@@ -133,3 +133,20 @@ def test_a_folder_may_have_parentheses_in_its_name(tmp_path: Path) -> None:
 def test_mistakes(expression: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ApieceError, match=message):
         build(expression, settings)
+
+
+def test_a_variant_is_its_method_with_other_settings() -> None:
+    assert build("fedavgm", {}) == FedAvg(outer=Rule("sgd", lr=1.0, momentum=0.9))
+    assert build("fedavgm", {"outer": {"lr": 0.5}}) == FedAvg(outer=Rule("sgd", lr=0.5, momentum=0.9))
+    assert build("fedsgd", {"lr": 0.3}) == FedAvg(local=Recipe(lr=0.3, batch_size=0, steps=1, epochs=5))
+
+
+def test_a_variants_settings_can_be_taken_back() -> None:
+    method = build("fedsgd", {"steps": 4, "outer": {"lr": 2.0}})
+    assert build("fedsgd", settings_of(method)) == method
+    assert build("elastic(fedsgd)", {"inner": {"lr": 0.3}}).inner == build("fedsgd", {"lr": 0.3})  # type: ignore[attr-defined]
+    assert describe("fedavgm") == (
+        "global",
+        "Hsu et al. 2019",
+        "FedAvg whose server steps with momentum.",
+    )

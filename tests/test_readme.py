@@ -5,7 +5,8 @@ import shlex
 from pathlib import Path
 
 from apiece import catalog
-from apiece.methods import METHODS
+from apiece.methods import VARIANTS
+from apiece.traffic import traffic
 from apiece.wrappers import WRAPPERS
 
 ROOT = Path(__file__).parents[1]
@@ -14,13 +15,18 @@ README = (ROOT / "README.md").read_text()
 
 def methods_table() -> str:
     """The table as `apiece methods` knows the methods; on a failure, paste it."""
-    lines = ["| method | kind | paper | in one line |", "|---|---|---|---|"]
-    for name in [*sorted(METHODS), *sorted(WRAPPERS)]:
-        cls = catalog.lookup(name)
-        page = f"docs/methods/{name}.md"
+    lines = [
+        "| method | kind | paper | up | down | keeps | in one line |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in catalog.names():
+        described = catalog.describe(name)
+        sizes = traffic(catalog.build(catalog.example(name), {}))
+        page = f"docs/methods/{VARIANTS[name].method if name in VARIANTS else name}.md"
         shown = f"{name}(…)" if name in WRAPPERS else name
         link = f"[`{shown}`]({page})" if (ROOT / page).exists() else f"`{shown}`"
-        lines.append(f"| {link} | {cls.kind} | {cls.paper} | {(cls.__doc__ or '').splitlines()[0]} |")
+        cells = (link, described.kind, described.paper, f"{sizes.up:.2g}", f"{sizes.down:.2g}", sizes.memory)
+        lines.append(f"| {' | '.join(cells)} | {described.what} |")
     return "\n".join(lines)
 
 

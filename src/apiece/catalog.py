@@ -4,22 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from apiece.errors import ApieceError, unknown
 from apiece.importing import import_object
 from apiece.method import Method, inner_methods
-from apiece.methods import METHODS
+from apiece.methods import METHODS, VARIANTS
 from apiece.optim import Recipe, Rule
-from apiece.settings import Settings, convert, replaced
+from apiece.settings import Settings, convert, merged, replaced
 from apiece.wrappers import WRAPPERS
+
+
+class Described(NamedTuple):
+    kind: str
+    paper: str
+    what: str
+
+
+def names() -> list[str]:
+    """Everything that has a name: methods and their variants, then wrappers."""
+    return [*sorted(METHODS | VARIANTS), *sorted(WRAPPERS)]
+
+
+def describe(name: str) -> Described:
+    cls = lookup(name)
+    if name in VARIANTS:
+        return Described(cls.kind, VARIANTS[name].paper, VARIANTS[name].what)
+    return Described(cls.kind, cls.paper, (cls.__doc__ or "").strip().splitlines()[0])
 
 
 def lookup(name: str) -> type[Method]:
     """The class behind a registered name, or `module:Class` / `file.py:Class`."""
+    if name in VARIANTS:
+        name = VARIANTS[name].method
     known = METHODS | WRAPPERS
     if name not in known and ":" not in name:
-        raise unknown("method", name, known)
+        raise unknown("method", name, known | VARIANTS)
     cls = import_object(known.get(name, name), "method")
     frozen = is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[union-attr]
     if not (isinstance(cls, type) and issubclass(cls, Method) and frozen):
@@ -43,6 +63,8 @@ def build(expression: str, settings: Settings) -> Method:
         wants = "another method" if len(slots) == 1 else f"{len(slots)} methods"
         raise ApieceError(f"{name} wraps {wants}: write {example(name)}, say")
     values = {slot: build(inner, _table(settings, slot)) for slot, inner in zip(slots, inside, strict=True)}
+    if name in VARIANTS:
+        settings = merged(VARIANTS[name].settings, settings)
     rest = {key: value for key, value in settings.items() if key not in slots}
     defaults = {f.name: f.default for f in fields(cls) if f.name not in slots}  # type: ignore[arg-type]
     values |= _converted(cls, name, rest, defaults)

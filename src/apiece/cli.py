@@ -23,8 +23,8 @@ from apiece.data import DATASETS
 from apiece.errors import ApieceError
 from apiece.experiment import Experiment
 from apiece.folder import json_text
-from apiece.methods import METHODS
 from apiece.models import MODELS
+from apiece.traffic import traffic
 from apiece.wrappers import WRAPPERS
 
 app = typer.Typer(
@@ -327,16 +327,20 @@ def methods(
     if name is not None:
         _one_method(name, json)
         return
-    classes = {entry: catalog.lookup(entry) for entry in (*sorted(METHODS), *sorted(WRAPPERS))}
-    rows = [
-        {
-            "name": entry if json or entry in METHODS else f"{entry}(…)",
-            "kind": cls.kind,
-            "paper": cls.paper,
-            "what": _first_line(cls),
-        }
-        for entry, cls in classes.items()
-    ]
+    rows = []
+    for entry in catalog.names():
+        sizes, described = traffic(catalog.build(catalog.example(entry), {})), catalog.describe(entry)
+        rows.append(
+            {
+                "name": entry if json or entry not in WRAPPERS else f"{entry}(…)",
+                "kind": described.kind,
+                "paper": described.paper,
+                "up": f"{sizes.up:.2g}",
+                "down": f"{sizes.down:.2g}",
+                "keeps": sizes.memory,
+                "what": described.what,
+            }
+        )
     terminal.show_rows(rows, json)
 
 
@@ -490,20 +494,18 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _one_method(name: str, as_json: bool) -> None:
-    method = catalog.build(catalog.example(name) if name in WRAPPERS else name, {})
+    method, described = catalog.build(catalog.example(name), {}), catalog.describe(name)
     table = catalog.settings_of(method)
     if as_json:
-        facts = {"name": name, "kind": method.kind, "paper": method.paper, "settings": table}
+        facts = {"name": name, **described._asdict(), **traffic(method)._asdict(), "settings": table}
         typer.echo(json_text(facts), nl=False)
         return
-    typer.echo(f"{name}: {_first_line(type(method))}")
-    typer.echo(", ".join(part for part in (method.kind, method.paper) if part))
+    typer.echo(f"{name}: {described.what}")
+    typer.echo(", ".join(part for part in described[:2] if part))
+    sizes = traffic(method)
+    typer.echo(f"per round, in model sizes: {sizes.up:.2g} up, {sizes.down:.2g} down; keeps {sizes.memory}")
     typer.echo("\nSettings, as in an experiment file (on the command line: --set local.lr=0.1):")
     typer.echo(settings.to_toml({"settings": table}))
-
-
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0]
 
 
 def main(arguments: list[str] | None = None) -> None:

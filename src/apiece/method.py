@@ -137,6 +137,8 @@ class Method(ABC):
 class Wrapper(Method):
     """A Method around a Method: forwards everything; subclasses are final and change what they are about."""
 
+    search: ClassVar[Mapping[str, Span | tuple[Any, ...]]] = {}  # of its own; the inner methods have theirs
+
     inner: Method
 
     def __post_init__(self) -> None:

@@ -40,6 +40,17 @@ def nested(flags: list[str], base: Settings | None = None) -> dict[str, Any]:
     return table
 
 
+def merged(base: Settings, over: Settings) -> dict[str, Any]:
+    """`over` on top of `base`, table by table."""
+    table = dict(base)
+    for key, value in over.items():
+        below = table.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merged(below, value)
+        table[key] = value
+    return table
+
+
 def convert(value: Any, wanted: Any, name: str) -> Any:
     """`value` as the type `wanted`; an int passes for a float, nothing else is bent. NaN is no number."""
     if get_origin(wanted) is tuple:

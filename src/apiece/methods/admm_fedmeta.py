@@ -25,7 +25,7 @@ from torch.func import grad
 
 from apiece.errors import ApieceError
 from apiece.local import sgd
-from apiece.method import Method, Reply, Round
+from apiece.method import Method, Reply, Round, Span
 from apiece.optim import Recipe, Rule
 from apiece.params import Params
 from apiece.shard import Shard
@@ -54,6 +54,7 @@ class ADMMFedMeta(Method):
 
     paper = "Yue et al. 2021"
     kind = "meta"
+    search = {"local.lr": Span(0.01, 0.5), "rho": Span(0.03, 3.0)}
 
     local: Recipe = Recipe(lr=0.01, batch_size=0, steps=1)  # lr is α
     personal: Recipe = Recipe()

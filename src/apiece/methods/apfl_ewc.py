@@ -31,7 +31,7 @@ from torch.func import grad
 from apiece import tree
 from apiece.errors import ApieceError
 from apiece.local import loop, sgd
-from apiece.method import Method, Reply, Round
+from apiece.method import Method, Reply, Round, Span
 from apiece.optim import Recipe
 from apiece.params import Params
 from apiece.shard import Batch, Shard
@@ -131,6 +131,7 @@ class ApflEwc(Method):
 
     paper = "Ni et al. 2022"
     kind = "personalized"
+    search = {"local.lr": Span(0.01, 0.5), "mu": Span(0.01, 10.0)}
 
     mu: float = 1.0
     lam: float = 1.0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from apiece.local import sgd
-from apiece.method import Method, Model, Reply, Round
+from apiece.method import Method, Model, Reply, Round, Span
 from apiece.optim import Recipe, Rule, Stepped
 from apiece.params import Params
 from apiece.penalty import Memory, check_elastic, elastic
@@ -35,6 +35,7 @@ class FedEC(Method):
 
     paper = "Lan et al. 2023"
     kind = "meta"
+    search = {"local.lr": Span(0.01, 0.5), "alpha": Span(0.05, 5.0)}
 
     alpha: float = 0.5
     constraint: str = "kl"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from apiece.errors import ApieceError
-from apiece.method import Broadcast, Client, Method, Reply, Wrapper
+from apiece.method import Broadcast, Client, Method, Reply, Span, Wrapper
 from apiece.params import Params
 from apiece.penalty import Memory, check_elastic, elastic
 from apiece.shard import Shard
@@ -36,6 +36,7 @@ class Elastic(Wrapper):
 
     paper = "Lan et al. 2023"
     kind = "personalized"
+    search = {"alpha": Span(0.05, 5.0)}
 
     inner: Method
     alpha: float = 0.5

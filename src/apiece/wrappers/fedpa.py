@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apiece.method import Client, Method, Model, Reduce, Reply, Round, Stacked
+from apiece.method import Client, Method, Model, Reduce, Reply, Round, Span, Stacked
 from apiece.methods.fedavg import FedAvg
 from apiece.optim import Recipe
 from apiece.params import Params
@@ -27,6 +27,7 @@ class FedPA(Method):
     paper = "Shen et al. 2023"
     kind = "global"
     needs_proxy = True
+    search = {"local.lr": Span(0.001, 0.05), "aggregator.lr": Span(1e-4, 1e-2)}
 
     local: Recipe = Recipe("adam", lr=0.01, epochs=5)
     personal: Recipe = Recipe()

@@ -45,6 +45,7 @@ from apiece.method import (
     Reply,
     Round,
     Server,
+    Span,
     Stacked,
     Wrapper,
 )
@@ -98,6 +99,7 @@ class LearnedAggregation(Wrapper):
 
     paper = "Shen et al. 2023"
     kind = "global"
+    search = {"aggregator.lr": Span(1e-4, 1e-2)}
     needs_proxy = True
 
     inner: Method

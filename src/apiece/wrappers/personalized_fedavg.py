@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apiece.method import Method
+from apiece.method import Method, Span
 from apiece.methods.fedavg import FedAvg
 from apiece.methods.reptile import Reptile
 from apiece.optim import Recipe, Rule
@@ -24,6 +24,11 @@ class PersonalizedFedAvg(Staged):
 
     paper = "Jiang et al. 2019"
     kind = "meta"
+    search = {
+        "first.local.lr": Span(0.01, 0.5),
+        "then.local.lr": Span(0.01, 0.5),
+        "then.outer.lr": Span(1e-4, 1e-2),
+    }
 
     first: Method = FedAvg(
         local=Recipe(lr=0.02, batch_size=20, epochs=10),

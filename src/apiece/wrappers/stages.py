@@ -189,6 +189,7 @@ class Stages(Staged):
 
     paper = "Jiang et al. 2019"
     kind = "meta"
+    search = {}  # its stages have theirs
 
     first: Method
     then: Method
