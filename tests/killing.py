@@ -37,6 +37,7 @@ EXPERIMENT = [
     ),
     *("--engine", "vectorized", "--threads", "1"),
 ]
+LAZY = ("--data", "population(1,1,60)", "--clients", "200", "--evaluate-clients", "20")
 WRITERS = ("store.py", "checkpoint.py", "folder.py", "record.py")
 
 
@@ -105,9 +106,11 @@ def contents(folder: Path) -> dict[str, object]:
     return found
 
 
-def run_and_resume(folder: Path, store: str, line: int = 0, seconds: float = 0.0) -> bool:
-    """Run, killed once; resume until it ends. Was it killed at all?"""
-    arguments = ["run", *EXPERIMENT, "--store", store, "--out", str(folder)]
+def run_and_resume(
+    folder: Path, store: str, line: int = 0, seconds: float = 0.0, other: Sequence[str] = ()
+) -> bool:
+    """Run, killed once; resume until it ends. Was it killed at all? `other` flags override EXPERIMENT's."""
+    arguments = ["run", *EXPERIMENT, *other, "--store", store, "--out", str(folder)]
     if apiece(*arguments, line=line, seconds=seconds) == 0:
         return False
     again = ["resume", str(folder)] if (folder / "experiment.toml").exists() else arguments
@@ -141,10 +144,10 @@ def main() -> None:
         equal = 0
         for number in range(options.kills):
             store = ("memory", "mapped")[number % 2]
-            # Half by the clock, half between two lines of what writes (about 3000 of them in a run).
+            # Half by the clock, half between two lines of what writes (4500 of them in a run, or more).
             at: dict[str, Any] = {"seconds": draw.uniform(0.5, duration)}
             if number % 4 >= 2:
-                at = {"line": draw.randrange(1, 3000)}
+                at = {"line": draw.randrange(1, 4500)}
             folder = Path(place) / f"killed-{number}"
             killed = run_and_resume(folder, store, **at)
             found = differences(whole[store], folder)

@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = Path(apiece.__file__).parent
 PAGES = (
     *(f"docs/{name}.md" for name in ("architecture", "add-a-method", "data", "reliability", "results")),
-    *("CONTRIBUTING.md", "CHANGELOG.md"),
+    *("docs/tune.md", "CONTRIBUTING.md", "CHANGELOG.md"),
     *(f"docs/methods/{path.name}" for path in sorted((ROOT / "docs/methods").glob("*.md"))),
 )
 QUICK = {"--rounds": "2", "--evaluate-every": "2", "--engine": "vectorized", "--threads": "1"}
@@ -93,7 +93,7 @@ def write_files(name: str, folder: Path) -> None:
 
 def with_defaults(words: list[str]) -> list[str]:
     """A command with few and fast rounds; what the page sets stays."""
-    if words[0] not in ("run", "compare"):
+    if words[0] not in ("run", "compare", "tune"):
         return words
     small = QUICK if "--data" in words else QUICK | FEW
     return words + [word for flag, value in small.items() if flag not in words for word in (flag, value)]

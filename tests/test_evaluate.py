@@ -2,8 +2,12 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from apiece.evaluate import Pair, summarize
+from apiece.data.lazy import lazily
+from apiece.data.synthetic import Population
+from apiece.evaluate import Pair, chosen, summarize
 
 NAN = math.nan
 
@@ -41,3 +45,28 @@ def test_nobody_chosen_and_nobody_scored() -> None:
     assert group is not None
     assert (group.clients, group.scored) == (1, 0)
     assert math.isnan(group.initial)
+
+
+@given(st.integers(1, 40), st.sampled_from([0.0, 0.03, 0.2, 0.5, 0.9]), st.integers(0, 50), st.integers(0, 9))
+def test_some_clients_are_chosen_to_be_scored(clients: int, unseen: float, count: int, key: int) -> None:
+    """In proportion: within one of it, and at least one of either kind where two are chosen."""
+    if round(unseen * clients) == clients:
+        return
+    data = lazily(Population(key=0, most=1), clients, key, unseen=unseen)
+    ids = chosen(data, count, key)
+    if not 0 < count < clients:
+        assert ids.tolist() == list(range(clients))
+        return
+    assert len(ids) == count
+    assert sorted(set(ids.tolist())) == ids.tolist()
+    assert ids.tolist() == chosen(data, count, key).tolist()
+    newcomers = int((~data.seen[ids]).sum())
+    assert abs(newcomers - count * (~data.seen).mean()) <= 1
+    if count > 1:
+        assert data.seen[ids].any()
+        assert newcomers > 0 or data.seen.all()
+
+
+def test_the_key_says_who_is_chosen() -> None:
+    data = lazily(Population(key=0, most=1), 1000, 0)
+    assert chosen(data, 20, 1).tolist() != chosen(data, 20, 2).tolist()

@@ -84,3 +84,8 @@ def test_choose_is_fair() -> None:
 
 def test_choose_costs_the_cohort_not_the_population() -> None:
     assert len(random.choose(1, 10, 10**15)) == 10
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.lists(st.integers(0, 2**62), min_size=1, max_size=9))
+def test_many_numbers_are_folded_as_each_is(key: int, numbers: list[int]) -> None:
+    assert random.fold_all(key, numbers).tolist() == [random.fold(key, number) for number in numbers]

@@ -21,8 +21,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("store", "at"),
     [
-        ("memory", {"line": 700}),
-        ("mapped", {"line": 1100}),
+        ("memory", {"line": 1680}),
+        ("mapped", {"line": 2170}),
         ("mapped", {"seconds": 3.0}),
     ],
     ids=["memory-write", "mapped-write", "mapped-clock"],
@@ -32,6 +32,13 @@ def test_killed_and_resumed_is_as_if_never_interrupted(
 ) -> None:
     killing.run_and_resume(tmp_path / "run", store, **at)  # type: ignore[arg-type]
     assert killing.differences(whole[store], tmp_path / "run") == []
+
+
+def test_clients_that_are_made_when_asked_for_are_resumed_too(tmp_path: Path) -> None:
+    """Killed in the second commit, while its rows are written."""
+    killing.run_and_resume(tmp_path / "whole", "mapped", other=killing.LAZY)
+    assert killing.run_and_resume(tmp_path / "killed", "mapped", line=2200, other=killing.LAZY)
+    assert killing.differences(tmp_path / "whole", tmp_path / "killed") == []
 
 
 def test_both_stores_end_with_the_same_scores(whole: dict[str, Path]) -> None:
@@ -53,7 +60,7 @@ def test_every_method_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     experiment = Experiment(
         method=name,
         settings=settings,
-        model="logistic",
+        model="mlp(hidden=8, norm=True)",
         clients=8,
         cohort=3,
         rounds=4,

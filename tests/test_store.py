@@ -1,5 +1,7 @@
 """The store against a plain dictionary of what should be where after any crash."""
 
+import resource
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apiece import Params
+from apiece.errors import ApieceError
 from apiece.store import Store
 from tests.worlds import CPU
 
@@ -148,6 +151,55 @@ def test_the_file_is_sparse(tmp_path: Path) -> None:
     held = (tmp_path / "clients.rows").stat()
     assert held.st_size == 1_000_000 * 2 * 44
     assert held.st_blocks * 512 < 1_000_000
+
+
+def test_rows_are_not_mapped_into_memory(tmp_path: Path) -> None:
+    """Pages of a mapping count as the process's own: they would grow with the clients that were met."""
+    store = new(tmp_path, True, clients=1000)
+    store.put([7, 999], states([1, 2]))
+    store.commit(1)
+    store.get([7, 8, 999])
+    assert "clients." not in Path("/proc/self/maps").read_text()
+
+
+def test_begun_again_from_round_0_nothing_is_left_on_disk(tmp_path: Path) -> None:
+    store = new(tmp_path, True, clients=1000)
+    store.put(list(range(1000)), states(list(range(1000))))
+    store.commit(1)
+    assert not any(new(tmp_path, True, clients=1000).known(range(1000)))
+    assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) == 0
+
+
+@pytest.mark.parametrize("name", ["clients.rows", "clients.tags"])
+def test_files_that_are_gone_or_cut_short_are_not_taken_for_new_clients(tmp_path: Path, name: str) -> None:
+    store = new(tmp_path, True)
+    store.put([1], states([5]))
+    store.commit(1)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1])
+    for _ in range(2):
+        with pytest.raises(ApieceError, match=f"{name} is missing or cut short"):
+            Store(template(), 4, CPU, tmp_path, True).open(1)
+        (tmp_path / name).unlink(missing_ok=True)
+
+
+def test_a_full_disk_is_an_error_and_the_last_checkpoint_stands(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the second client's row does not fit."""
+    store = new(tmp_path, True, clients=1000)
+    store.put([0, 900], states([1, 2]))
+    store.commit(1)
+    store.put([0, 900], states([3, 4]))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (900 * 2 * 44 + 60, before[1]))
+        with pytest.raises(OSError, match=r"clients\.rows|File too large"):
+            store.commit(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    again = Store(template(), 1000, CPU, tmp_path, True)
+    again.open(1)
+    assert [read(again, client) for client in (0, 900)] == [1, 2]
 
 
 def test_before_it_is_opened_a_mapped_store_holds_what_was_put(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ MODEL = 64 * 128 + 128 + 128 * 10 + 10
     ],
 )
 def test_sizes_by_hand(name: str, up: int, down: int, kept: int, keeps: tuple[str, ...]) -> None:
-    found = traffic(catalog.build(name, {}))
+    found = traffic(catalog.build(name, {}), "mlp")
     assert [round(part * MODEL) for part in found[:3]] == [up, down, kept]
     assert found.keeps == keeps
 

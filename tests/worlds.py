@@ -36,6 +36,10 @@ def dropout_net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), Dropout(0.3), nn.Linear(7, 3))
 
 
+def normalized_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.GroupNorm(1, 7), nn.ReLU(), Dropout(0.3), nn.Linear(7, 3))
+
+
 def linear_net() -> nn.Module:
     return nn.Linear(5, 3)
 

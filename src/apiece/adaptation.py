@@ -11,7 +11,7 @@ import numpy as np
 
 from apiece import folder as files
 from apiece import random
-from apiece.data.federated import Federated, Ragged, generator
+from apiece.data.federated import Federated, Ragged, generator, resident
 from apiece.evaluate import evaluate, summarize
 from apiece.method import Method, Server, inner_methods
 from apiece.prepare import Session
@@ -44,15 +44,14 @@ def curves(
     Along epochs every client uses all its training examples; along examples the method's own personal recipe,
     on the first of them in an order of its own, or on all if it has fewer.
     """
-    data = session.federation.data
-    chosen = ~data.seen if (~data.seen).any() else data.seen
-    ids = [int(i) for i in np.flatnonzero(chosen)]
+    data = resident(session.federation.data, "an adaptation curve")
+    ids = (data.unseen_ids if len(data.unseen_ids) else data.seen_ids).tolist()
     broadcast = session.training.broadcast(server, round)
 
     def point(along: str, amount: int, method: Method, data: Federated) -> Point:
         federation = replace(session.federation, method=method, data=data)
         scores = evaluate(session.engine, federation, broadcast, ids, round)[federation.task.headline]
-        group = summarize(scores, chosen, data.test.sizes)
+        group = summarize(scores, np.ones(len(ids), dtype=bool), data.sizes(ids)[1])
         assert group is not None
         figures = (group.personalized, group.personalized_std, group.personalized_worst10)
         return Point(along, amount, group.scored, *figures)

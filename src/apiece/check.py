@@ -3,7 +3,8 @@
     from apiece import check_method
     check_method(MyMethod())
 
-runs the method on six ragged clients (of 0, 1, 4, 9, 17 and 25 examples) with a model that has dropout.
+runs the method on six ragged clients (of 0, 1, 4, 9, 17 and 25 examples) with a model that has dropout and a
+normalization layer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from apiece import random, tree
 from apiece.data.federated import Examples, Federated, federate
-from apiece.engines.base import Engine, client_phase
+from apiece.engines.base import Engine, Member, client_phase
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
@@ -190,8 +191,13 @@ class _Snapshot(NamedTuple):
 
 
 def _model() -> nn.Module:
-    layers = {"hidden": nn.Linear(4, 8), "relu": nn.ReLU(), "dropout": Dropout(0.25), "head": nn.Linear(8, 3)}
-    return nn.Sequential(OrderedDict(layers))
+    hidden = {
+        "hidden": nn.Linear(4, 8),
+        "norm": nn.GroupNorm(1, 8),
+        "relu": nn.ReLU(),
+        "dropout": Dropout(0.25),
+    }
+    return nn.Sequential(OrderedDict(hidden, head=nn.Linear(8, 3)))
 
 
 def _rows(index: Any, device: torch.device, key: int) -> Rows:
@@ -339,7 +345,7 @@ def _isolated(world: _World) -> Iterator[str]:
         training = world.training(engine, dataclasses.replace(world.data, x=x))
         everyone = world.round()._replace(cohort_size=len(SIZES))
         cohort = uniform(training.federation.data, everyone)
-        client_phase(engine, training.federation, world.broadcast(), cohort, everyone)
+        client_phase(engine, Member(training.federation, world.broadcast(), cohort, everyone))
         states.append(training.federation.states(engine, world.broadcast(), [0, 1, 2, 3, 4]))
     for path in _bits_differ(*states):
         yield f"client 5's data reaches the other clients' state/{path}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from apiece.engines.base import Engine, Federation, client_phase
+from apiece.engines.base import Engine, Federation, Member, client_phase
+from apiece.engines.capture import Captured
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.errors import ApieceError
@@ -29,6 +30,7 @@ class Choice:
     device: str
     chunk: int
     threads: int
+    layers: dict[str, str]  # those not computed PyTorch's own way, and how
     store: str
     data: str  # a hash of the examples
     torch: str
@@ -36,7 +38,9 @@ class Choice:
 
 
 def build(name: str, device: torch.device, chunk: int) -> Engine:
-    return Sequential(device) if name == "sequential" else Vectorized(device, chunk)
+    if name == "sequential":
+        return Sequential(device)
+    return Captured(device, chunk) if device.type == "cuda" else Vectorized(device, chunk)
 
 
 def pick_device(name: str) -> torch.device:
@@ -89,12 +93,12 @@ def _probe(training: Training, server: Server, chunk: int, name: str, threads: i
     round = training.round(0)
     cohort = training.sampler(federation.data, round)
     ids = cohort.ids[:PROBED_CLIENTS]
-    cohort = Cohort(ids, cohort.train.take(range(len(ids))))
+    cohort = Cohort(ids, cohort.data.take(range(len(ids))))
     broadcast = federation.method.broadcast(server, round)
     seconds = []
     for _ in range(4):
         begin = time.perf_counter()
-        client_phase(engine, sketch, broadcast, cohort, round)
+        client_phase(engine, Member(replace(sketch, data=cohort.data), broadcast, cohort, round))
         models(engine, sketch, broadcast, list(ids), 0)
         seconds.append(time.perf_counter() - begin)
         federation.store.forget()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -86,9 +88,11 @@ FLAGS = (
     Flag("engine", HOW, "`sequential`, `vectorized`, or `auto`: the faster one."),
     Flag("device", HOW, "`cpu`, `cuda`, `cuda:N`, or `auto`."),
     Flag("chunk", HOW, "Clients computed at once, at the most."),
+    Flag("precision", HOW, "Of products on a GPU: `tf32`, `fp32` or `bf16`; a CPU computes in fp32."),
     Flag("threads", HOW, "CPU threads; 0: as many as are fastest."),
     Flag("store", HOW, "Where clients' states are kept: `memory`, `mapped` (on disk), or `auto`."),
     Flag("evaluate_every", HOW, "Rounds between evaluations."),
+    Flag("evaluate_clients", HOW, "Clients to score, always the same ones; 0: all."),
     Flag("checkpoint_every", HOW, "Rounds between checkpoints."),
     Flag("target", HOW, "Score for the rounds-to-target figure."),
     Flag("on_nan", HOW, "An update that is not finite: `stop` the run, or `skip` and count it."),
@@ -195,9 +199,7 @@ def compare(
         for name in names
         for seed in _seeds(seeds, base)
     }
-    # All methods train on equal data: if one needs a proxy set, it is taken from the clients of all.
-    proxy = max(described.with_proxy().proxy for described in plan.values())
-    plan = {place: replace(described, proxy=proxy) for place, described in plan.items()}
+    plan = _on_equal_data(plan)
     folder = flags["out"] or _free_folder("compare", base.data)
     for place, described in plan.items():
         title, again = f"{described.method} seed {described.seed}", f"the same command and --out {folder}"
@@ -256,6 +258,79 @@ def continual(
         with terminal.bar(title, step.experiment.rounds, flags["json"], step.folder, again) as tick:
             session.run_or_resume(step.experiment, step.folder, tick)
     terminal.show_forgetting([(step.label, step.folder) for step in steps if step.last], named, flags["json"])
+
+
+@app.command()
+@_with_flags("method", "seed")
+def tune(
+    experiment: ExperimentFile = None,
+    methods: Annotated[
+        str, typer.Option(help="Methods, separated by commas.", rich_help_panel=WHAT)
+    ] = "local,fedavg,reptile",
+    search: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUES",
+            help="What to search: a range, `lr=0.01..0.5`, or values, `epochs=1,2,5`. It replaces, or adds "
+            "to, the method's own ranges; `fedavg.lr=…` is for one method. May be repeated.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    trials: Annotated[
+        int, typer.Option(help="Trials of each method; the first is its defaults.", rich_help_panel=WHAT)
+    ] = 10,
+    validation: Annotated[
+        float,
+        typer.Option(help="Share of each client's training examples to validate on.", rich_help_panel=WHAT),
+    ] = 0.25,
+    score: Annotated[
+        str, typer.Option(help="What to maximise: `personalized` or `initial`.", rich_help_panel=WHAT)
+    ] = "personalized",
+    seeds: SeedsFlag = None,
+    jobs: Annotated[
+        int, typer.Option(help="Methods searched at once, each by a process.", rich_help_panel=HOW)
+    ] = 1,
+    **flags: Any,
+) -> None:
+    """Search for each method's best settings, all with the same number of trials.
+
+    Trials are scored on a part of the clients' own training examples, never on their test examples. They are
+    kept in trials.jsonl in the output folder: a trial that is there is not run again.
+
+    Example: `apiece tune --methods fedavg,reptile --trials 20 --search lr=0.01..1 --out runs/tune`
+    """
+    from apiece import tune as tuning
+
+    names = _split_methods(methods)
+    base = _experiment(experiment, {**flags, "set": None})
+    seed, *others = _seeds(seeds, base)
+    plan = _on_equal_data({name: _one_of(names, name, seed, experiment, flags) for name in names})
+    folder = flags["out"] or _free_folder("tune", base.data)
+    searches = {
+        name: partial(
+            tuning.search,
+            described,
+            trials,
+            [seed, *others],
+            tuning.space_of(described, tuning.parse(_for_method(search or [], name, names))),
+            folder / tuning.LOG,
+            score=score,
+            validation=validation,
+        )
+        for name, described in plan.items()
+    }
+    again = f"the same command and --out {folder}"
+    with (
+        tuning.claimed(folder),
+        terminal.bar("trials", trials * len(names), flags["json"], folder, again, tuning.LOG) as tick,
+    ):
+        found = tuning.search_all(searches, jobs, lambda done: tick(done, None))
+        files = {
+            name: tuning.write(folder / f"{_file_name(name)}.toml", one)
+            for name, one in found.items()
+            if not math.isnan(one.score)
+        }
+    terminal.show_tuned(found, files, score, flags["json"])
 
 
 @app.command()
@@ -438,6 +513,12 @@ def _one_of(names: list[str], name: str, seed: int, path: Path | None, flags: di
     described = _experiment(path, {**flags, **own})
     described.build_method()
     return described
+
+
+def _on_equal_data(plan: dict[str, Experiment]) -> dict[str, Experiment]:
+    """All methods train on equal data: if one needs a proxy set, it is taken from the clients of all."""
+    proxy = max(described.with_proxy().proxy for described in plan.values())
+    return {place: replace(described, proxy=proxy) for place, described in plan.items()}
 
 
 def _split_methods(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 from apiece import checkpoint, tree
 from apiece import data as datasets
 from apiece import folder as files
-from apiece.data.federated import Examples, Federated, federate
+from apiece.data.federated import Clients, Examples, federate
 from apiece.engines.base import Federation
 from apiece.errors import ApieceError
 from apiece.evaluate import models
@@ -62,7 +63,7 @@ def latest(folder: Path) -> tuple[Session, Server, int]:
     return session, found.server, found.round
 
 
-def _find(data: Federated, client: str) -> int:
+def _find(data: Clients, client: str) -> int:
     """A client by its name or its id; `name:7` and `id:7` say which where the two differ."""
     kind, colon, rest = client.partition(":")
     if not (colon and kind in ("name", "id")):
@@ -81,7 +82,7 @@ def _find(data: Federated, client: str) -> int:
     raise ApieceError(f"no client {client!r}: ids are 0 to {data.population - 1}, names are {some}")
 
 
-def _same_shape(examples: Examples, data: Federated) -> None:
+def _same_shape(examples: Examples, data: Clients) -> None:
     shape = tuple(examples.x.shape[1:])
     if shape != data.input_shape:
         raise ApieceError(
@@ -97,9 +98,11 @@ def _write(
     broadcast = session.training.broadcast(server, round)
     pair = models(session.engine, federation, broadcast, [client], round)[0]
     task = federation.task.for_clients()
-    rows, even = federation.rows(data.train, [client], [client], 0)
-    batch = federation.shard(tree.take(rows, 0), even).all()
-    examples = int(data.train.sizes[client])
+    alone = data.take([client])
+    held = replace(federation, data=alone)
+    rows, even = held.rows(alone.train, [0], [client], 0)
+    batch = held.shard(tree.take(rows, 0), even).all()
+    examples = int(alone.train.sizes[0])
     losses = [float(task.loss(params, batch)) if examples else math.nan for params in pair]
     facts = {
         "run": session.experiment.id,

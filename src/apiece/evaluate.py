@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apiece import random, tree
-from apiece.engines.base import Engine, Federation, cut
+from apiece.data.federated import Clients, Ints
+from apiece.engines.base import Engine, Federation, Program, cut
 from apiece.method import Broadcast
 from apiece.params import Params
 from apiece.shard import Rows, Shard
@@ -22,7 +24,7 @@ Floats = NDArray[np.float64]
 
 
 class Pair(NamedTuple):
-    """The two scores of each client, by id; NaN where there is nothing to score."""
+    """The two scores of each client that was asked for; NaN where there is nothing to score."""
 
     initial: Floats
     personalized: Floats
@@ -45,23 +47,34 @@ class Group(NamedTuple):
 
 
 def models(
-    engine: Engine, federation: Federation, broadcast: Broadcast, ids: list[int], round: int
+    engine: Engine, federation: Federation, broadcast: Broadcast, ids: Sequence[int], round: int
 ) -> list[tuple[Params, Params]]:
     """Each client's (initial, personalized) model: what `evaluate` scores at this round."""
     out: dict[int, tuple[Params, Params]] = {}
-    for chunk, (initial, personalized) in _each_client(engine, federation, broadcast, ids, round, _both):
-        for at, client in enumerate(chunk):
-            out[client] = (tree.take(initial, at), tree.take(personalized, at))
-    return [out[client] for client in ids]
+    for chunk, (initial, personalized) in _each_client(engine, federation, broadcast, ids, round, _models):
+        for at, position in enumerate(chunk):
+            out[position] = (tree.take(initial, at), tree.take(personalized, at))
+    return [out[position] for position in range(len(ids))]
+
+
+def chosen(data: Clients, count: int, key: int) -> Ints:
+    """The ids of `count` clients to score, 0 all: seen and unseen ones in proportion, some of either."""
+    seen, unseen = data.seen_ids, data.unseen_ids
+    if not 0 < count < data.population:
+        return np.arange(data.population)
+    few = min(max(round(count * len(unseen) / data.population), 1), count - 1, len(unseen))
+    parts = ((seen, count - few, "seen"), (unseen, few, "unseen"))
+    drawn = [ids[random.choose(random.fold(key, name), many, len(ids))] for ids, many, name in parts]
+    return np.sort(np.concatenate(drawn))
 
 
 def evaluate(
-    engine: Engine, federation: Federation, broadcast: Broadcast, ids: list[int], round: int
+    engine: Engine, federation: Federation, broadcast: Broadcast, ids: Sequence[int], round: int
 ) -> dict[str, Pair]:
-    """metric → scores of all clients (NaN for those not in `ids`), after `round` rounds."""
-    n = federation.data.population
+    """metric → scores of these clients, in their order, after `round` rounds."""
+    n = len(ids)
     pairs: dict[str, Pair] = {}
-    for chunk, scores in _each_client(engine, federation, broadcast, ids, round, _score):
+    for chunk, scores in _each_client(engine, federation, broadcast, ids, round, _scores):
         for which, metrics in enumerate(scores):
             for name, values in metrics.items():
                 pair = pairs.setdefault(name, Pair(np.full(n, np.nan), np.full(n, np.nan)))
@@ -69,13 +82,31 @@ def evaluate(
     return pairs
 
 
-def _both(federation: Federation, broadcast: Broadcast, client: Tree, train: Shard, test: Shard) -> Tree:
+def _both(federation: Federation, broadcast: Broadcast, client: Tree, train: Shard) -> tuple[Params, Params]:
     method, task = federation.method, federation.task.for_clients()
     return method.initial(task, broadcast, client), method.personalize(task, broadcast, client, train)
 
 
-def _score(federation: Federation, broadcast: Broadcast, client: Tree, train: Shard, test: Shard) -> Tree:
-    task, examples = federation.task, test.all()
+def _models(
+    federation: Federation,
+    even: tuple[bool, bool],
+    broadcast: Broadcast,
+    train: Rows,
+    test: Rows,
+    client: Tree,
+) -> Tree:
+    return _both(federation, broadcast, client, federation.shard(train, even[0]))
+
+
+def _scores(
+    federation: Federation,
+    even: tuple[bool, bool],
+    broadcast: Broadcast,
+    train: Rows,
+    test: Rows,
+    client: Tree,
+) -> Tree:
+    task, examples = federation.task, federation.shard(test, even[1]).all()
 
     def metrics(params: Params) -> dict[str, Tensor]:
         """A model that is not finite has no score: argmax of its outputs would be a number all the same."""
@@ -83,34 +114,30 @@ def _score(federation: Federation, broadcast: Broadcast, client: Tree, train: Sh
         found = task.metrics(task.predict(params, examples.x), examples)
         return {name: torch.where(fine, value, torch.nan) for name, value in found.items()}
 
-    return tuple(metrics(params) for params in _both(federation, broadcast, client, train, test))
+    return tuple(metrics(p) for p in _both(federation, broadcast, client, federation.shard(train, even[0])))
 
 
 def _each_client(
     engine: Engine,
     federation: Federation,
     broadcast: Broadcast,
-    ids: list[int],
+    ids: Sequence[int],
     round: int,
     fn: Callable[..., Tree],
 ) -> Iterator[tuple[list[int], Tree]]:
-    """(ids, answers) chunk by chunk of `fn(federation, broadcast, client, train, test)`."""
-    data = federation.data
+    """(positions in ids, answers) chunk by chunk of the program that `fn` is."""
     key = random.fold(federation.root, "personalize", round)
-    for chunk in cut(data.train.sizes[ids].tolist(), federation.method.personal, engine.limit):
-        clients = [ids[at] for at in chunk]
-        train, train_even = federation.rows(data.train, clients, clients, key)
-        test, test_even = federation.rows(data.test, clients, clients, key)
-        states = federation.states(engine, broadcast, clients)
-
-        even = (train_even, test_even)
-
-        def one(train: Rows, test: Rows, state: Tree, even: tuple[bool, bool] = even) -> Tree:
-            shards = federation.shard(train, even[0]), federation.shard(test, even[1])
-            return fn(federation, broadcast, state, *shards)
-
+    sizes = federation.data.sizes(ids)[0].tolist()
+    for chunk in cut(sizes, federation.method.personal, engine.limit):
+        clients = [int(ids[at]) for at in chunk]
+        data = federation.data.take(clients)
+        held = replace(federation, data=data)
+        train, train_even = held.rows(data.train, range(len(clients)), clients, key)
+        test, test_even = held.rows(data.test, range(len(clients)), clients, key)
+        states = held.states(engine, broadcast, clients)
+        program = Program(fn, held, (train_even, test_even))
         try:
-            yield clients, engine.each(one, (train, test, states))
+            yield chunk, engine.each(program, broadcast, (train, test, states))
         except Exception as error:
             error.add_note(f"in personalize of {type(federation.method).__name__}, clients {clients}")
             raise

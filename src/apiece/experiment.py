@@ -46,9 +46,11 @@ class Experiment:
     engine: str = AUTO
     device: str = AUTO
     chunk: int = 64  # clients per chunk at the most
+    precision: str = "tf32"  # of products on a GPU: tf32, fp32 or bf16; on a CPU always fp32
     threads: int = 0  # CPU threads; 0: as many as a short measurement finds fastest
     store: str = AUTO  # client states: memory, mapped (on disk), or auto
     evaluate_every: int = 10
+    evaluate_clients: int = 0  # how many are scored, always the same ones; 0: all
     checkpoint_every: int = 10
     target: float = 0.8  # for the rounds-to-target figure
     on_nan: str = "stop"  # or skip: drop such an update and count it
@@ -61,6 +63,7 @@ class Experiment:
             ("chunk", 1),
             ("threads", 0),
             ("evaluate_every", 1),
+            ("evaluate_clients", 0),
             ("checkpoint_every", 1),
         ):
             if getattr(self, name) < least:
@@ -70,6 +73,7 @@ class Experiment:
             ("store", (AUTO, "memory", "mapped")),
             ("engine", (AUTO, "sequential", "vectorized")),
             ("sampler", tuple(SAMPLERS)),
+            ("precision", ("tf32", "fp32", "bf16")),
         ):
             if getattr(self, name) not in options:
                 raise unknown(name, getattr(self, name), options)

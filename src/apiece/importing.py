@@ -36,7 +36,7 @@ def import_object(spec: str, kind: str) -> Any:
 
 def anchored(expression: str) -> str:
     """An expression with every `file.py:name` in it made absolute, so that it can be read from anywhere."""
-    return re.sub(r"[^()]+\.py(?=:)", lambda match: str(Path(match[0].strip()).resolve()), expression)
+    return re.sub(r"[^(),]+\.py(?=:)", lambda match: str(Path(match[0].strip()).resolve()), expression)
 
 
 def _import(source: str) -> ModuleType:

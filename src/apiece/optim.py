@@ -44,7 +44,7 @@ def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimize
             gradient = gradient + weight_decay * params
         if momentum:
             velocity = gradient = momentum * velocity + gradient
-        return params - lr * gradient, velocity
+        return params.map(lambda w, v: torch.sub(w, v, alpha=lr), gradient), velocity
 
     return Optimizer(init, update)
 

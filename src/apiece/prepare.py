@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from apiece import data as datasets
 from apiece import models, random, tree
 from apiece.choice import Choice, build, choose, pick_device
-from apiece.data.federated import Examples, Federated
+from apiece.data.federated import Clients, Examples, Federated, Ints, resident
 from apiece.engines.base import Engine, Federation
+from apiece.engines.lowering import fastest, lowered
 from apiece.errors import ApieceError
-from apiece.evaluate import evaluate, summarize
+from apiece.evaluate import chosen, evaluate, summarize
 from apiece.experiment import AUTO, Experiment
-from apiece.method import Server, newcomer
+from apiece.method import Method, Server, newcomer
 from apiece.models.validate import problems, validate
 from apiece.params import Params
 from apiece.record import Record, Scored
@@ -31,6 +32,8 @@ from apiece.task import Task
 from apiece.train import Training, assemble
 
 log = logging.getLogger("apiece")
+
+WITNESSES = 8  # clients whose examples stand for all where those are made when asked for
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,26 @@ class Session:
         key = random.as_key(random.fold(f.root, "newcomer"), self.engine.device)
         return newcomer(f.method, f.task, broadcast, f.start, key)
 
+    def scored(self, data: Clients) -> Ints:
+        """The clients of `data` that are scored: the same ones for all methods, seeds and rounds."""
+        e = self.experiment
+        return chosen(data, e.evaluate_clients, random.fold(e.partition_seed, "scored"))
+
     def scores(self, server: Server, round: int) -> list[Scored]:
-        """Every client's scores after `round` rounds, and their figures: the run's own clients first."""
+        """The clients' scores after `round` rounds, and their figures: the run's own clients first."""
         broadcast = self.training.broadcast(server, round)
         found = []
         for test, federation in {"test": self.federation, **self.also}.items():
             data = federation.data
-            pairs = evaluate(self.engine, federation, broadcast, list(range(data.population)), round)
-            headline = pairs[federation.task.headline]
-            groups = {
-                "seen": summarize(headline, data.seen, data.test.sizes),
-                "unseen": summarize(headline, ~data.seen, data.test.sizes),
-            }
-            found.append(Scored(test, data, pairs, groups))
+            ids = self.scored(data)
+            pairs = evaluate(self.engine, federation, broadcast, ids.tolist(), round)
+            headline, n_test, seen = pairs[federation.task.headline], data.sizes(ids)[1], data.seen[ids]
+            groups = {"seen": summarize(headline, seen, n_test), "unseen": summarize(headline, ~seen, n_test)}
+            found.append(Scored(test, data, ids, pairs, groups))
         return found
 
 
-def load_data(experiment: Experiment, examples: Examples | None = None) -> Federated:
+def load_data(experiment: Experiment, examples: Examples | None = None) -> Clients:
     return datasets.prepare(
         experiment.data,
         partition=experiment.partition,
@@ -84,33 +90,43 @@ def load_data(experiment: Experiment, examples: Examples | None = None) -> Feder
 
 
 def prepare(
-    experiment: Experiment, folder: Path | None, choice: Choice | None, examples: Examples | None = None
+    experiment: Experiment,
+    folder: Path | None,
+    choice: Choice | None,
+    examples: Examples | None = None,
+    dealt: Clients | None = None,
 ) -> Session:
-    """Load the data, build the task and the method, choose what is to be chosen."""
+    """Load the data, unless it is `dealt` out already; build task and method, choose what is to be chosen."""
     device = pick_device(experiment.device if choice is None else choice.device)
-    # Convolutions in TF32 would break the agreement of engines; matmuls are fp32 by default.
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = experiment.precision == "tf32"
     torch.backends.cudnn.deterministic = True
-    data = load_data(experiment, examples).to(device)
-    seen = int(data.seen.sum())
+    data = (load_data(experiment, examples) if dealt is None else dealt).to(device)
+    seen = len(data.seen_ids)
     if experiment.cohort > seen:
         raise ApieceError(
             f"a cohort of {experiment.cohort} cannot be drawn from {seen} seen clients "
             f"({data.population} clients, {data.population - seen} of them unseen): "
             f"lower --cohort, or have more clients"
         )
-    _tell_small_clients(data)
+    if dealt is None:
+        _tell_small_clients(data)
+    if experiment.sampler != "uniform":
+        resident(data, f"--sampler {experiment.sampler}")
     experiment = experiment.resolved(seen, data.partition)
-    task = models.build(experiment.model, data.input_shape, data.classes, device)
-    engines = _engines(task, experiment.engine, data)
     method = experiment.build_method()
+    task = models.build(experiment.model, data.input_shape, data.classes, device)
+    if device.type == "cuda" and experiment.precision == "bf16":
+        task = replace(task, precision=torch.bfloat16)
+    engines = _engines(task, experiment.engine, data)
+    layers = _layers(task, engines, method, experiment, data) if choice is None else choice.layers
+    task = lowered(task, layers)
     root = random.fold(experiment.seed, "apiece")
     start = task.init(random.fold(root, "params"))
     if experiment.prior:
         task = replace(task, prior=load_params(experiment.prior, start))
     if experiment.start:
         start = load_params(experiment.start, start)
-    if len(data.proxy):
+    if isinstance(data, Federated) and len(data.proxy):
         task = replace(task, proxy=_proxy(data, root))
     place = None if folder is None else folder / "checkpoint"
 
@@ -124,7 +140,9 @@ def prepare(
             raise ApieceError("a mapped store needs an output folder (--out) to keep clients' states in")
         return Store(state, data.population, device, place, kind == "mapped")
 
-    trained, cohort = (data.pool(), 1) if method.pooled else (data, experiment.cohort)
+    trained, cohort = data, experiment.cohort
+    if method.pooled:
+        trained, cohort = resident(data, f"--method {experiment.method}").pool(), 1
     training, server = assemble(
         build("sequential", device, 1),
         method,
@@ -141,7 +159,15 @@ def prepare(
         name, threads, reason = choose(training, server, engines, experiment.chunk, experiment.threads)
         kind = "mapped" if federation.store.mapped else "memory"
         choice = Choice(
-            name, str(device), experiment.chunk, threads, kind, fingerprint(data), torch.__version__, reason
+            name,
+            str(device),
+            experiment.chunk,
+            threads,
+            layers,
+            kind,
+            fingerprint(data),
+            torch.__version__,
+            reason,
         )
     torch.set_num_threads(choice.threads)
     engine = build(choice.engine, device, choice.chunk)
@@ -183,21 +209,34 @@ def _newcomers(name: str, experiment: Experiment, federation: Federation) -> Fed
     return federation.newcomers(data, "also", name)
 
 
-def fingerprint(data: Federated) -> str:
-    """A hash of the examples."""
+def fingerprint(data: Clients) -> str:
+    """A hash of the examples that are in memory when a few clients' are: of all, where they are resident."""
     digest = hashlib.sha256()
-    for array in (*tree.leaves(data.x), data.y):
+    held = data.take(range(min(data.population, WITNESSES)))
+    for array in (*tree.leaves(held.x), held.y):
         digest.update(array.cpu().numpy())
     return digest.hexdigest()[:16]
 
 
-def _engines(task: Task, asked: str, data: Federated) -> dict[str, str]:
+def _engines(task: Task, asked: str, data: Clients) -> dict[str, str]:
     """The engines allowed, each with why it cannot run the model, or ''; one that is asked for must."""
     validate(task, asked, data.input_shape, data.classes)
     if asked != AUTO:
         return {asked: ""}
     found = problems(task, "vectorized", data.input_shape, data.classes)
     return {"vectorized": found[0].why if found else "", "sequential": ""}
+
+
+def _layers(
+    task: Task, engines: dict[str, str], method: Method, experiment: Experiment, data: Clients
+) -> dict[str, str]:
+    """How the layers are computed where clients are computed together, by measuring on some examples."""
+    if task.device.type != "cuda" or engines.get("vectorized") != "":
+        return {}
+    held = data.take(data.seen_ids[:64].tolist())
+    rows = torch.from_numpy(held.train.rows[: method.local.batch_size or 64]).to(task.device)
+    x, y = tree.take((held.x, held.y), rows)
+    return fastest(task, x, y, min(experiment.cohort, experiment.chunk))
 
 
 def _store_kind(asked: str, state: tree.Tree, population: int, device: torch.device) -> str:
@@ -210,9 +249,11 @@ def _store_kind(asked: str, state: tree.Tree, population: int, device: torch.dev
     return "mapped" if tree.nbytes(state) * population > memory // 4 else "memory"
 
 
-def _tell_small_clients(data: Federated) -> None:
-    empty, single = int((data.train.sizes == 0).sum()), int((data.train.sizes == 1).sum())
-    unscored = int((data.test.sizes == 0).sum())
+def _tell_small_clients(data: Clients) -> None:
+    empty = single = unscored = 0
+    for train, test in map(data.sizes, data.blocks()):
+        empty, single = empty + int((train == 0).sum()), single + int((train == 1).sum())
+        unscored += int((test == 0).sum())
     if empty or single or unscored:
         log.warning(
             "%d clients have no training example, %d have one, %d have no test example: "

@@ -9,10 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from apiece import kernels
 
 Key = Tensor
 
@@ -74,6 +78,19 @@ def fold(key: int | Tensor, *data: int | str | Tensor) -> int | Tensor:
     return key
 
 
+def fold_all(key: int, numbers: Sequence[int]) -> NDArray[np.int64]:
+    """`fold(key, number)` of many numbers, on the host."""
+
+    def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        z = z + np.uint64(_GAMMA)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
+        return z ^ (z >> np.uint64(31))
+
+    each = np.asarray(numbers, dtype=np.int64).view(np.uint64)
+    return mix(np.uint64(key & _MASK) ^ mix(each)).view(np.int64)
+
+
 def as_key(key: int, device: torch.device | str = "cpu") -> Key:
     return torch.full((), key, dtype=torch.int64, device=device)
 
@@ -91,7 +108,26 @@ def rank(key: Key, n: int) -> Tensor:
 
 def uniform(key: Key, shape: Sequence[int]) -> Tensor:
     """float32 in [0, 1)."""
+    if key.is_cuda and kernels.available:
+        numbers: Tensor = _Uniform.apply(key, tuple(shape))
+        return numbers
     return _shift_right(bits(key, shape), 40).float() * 2.0**-24
+
+
+class _Uniform(torch.autograd.Function):
+    """The same numbers from one kernel."""
+
+    @staticmethod
+    def forward(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return kernels.uniform(key.reshape(-1), math.prod(shape)).reshape(*key.shape, *shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, key: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, int]:
+        return _Uniform.apply(key.movedim(dims[0], 0), shape), 0
 
 
 def choose(key: int, count: int, population: int) -> list[int]:

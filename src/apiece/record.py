@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from apiece import checkpoint
 from apiece import folder as files
-from apiece.data.federated import Federated
+from apiece.data.federated import Clients, Ints
 from apiece.evaluate import Group, Pair
 from apiece.method import Server
 from apiece.store import Store
@@ -38,7 +38,8 @@ class Scored(NamedTuple):
     """The scores on one set of clients: the run's own (`test`), or another dataset's, all newcomers."""
 
     test: str
-    data: Federated
+    data: Clients
+    ids: Ints  # who was scored
     pairs: dict[str, Pair]
     groups: Groups
 
@@ -184,19 +185,19 @@ def _figures(scored: Scored) -> dict[str, Any]:
 
 
 def _client_rows(scored: Scored) -> list[tuple[Any, ...]]:
-    data = scored.data
-    n_train, n_test = data.train.sizes.tolist(), data.test.sizes.tolist()
+    ids, seen = scored.ids.tolist(), scored.data.seen[scored.ids].astype(int).tolist()
+    n_train, n_test = (sizes.tolist() for sizes in scored.data.sizes(scored.ids))
     return [
         (
-            i,
-            int(data.seen[i]),
+            client,
+            seen[at],
             scored.test,
             metric,
-            n_train[i],
-            n_test[i],
-            pair.initial[i],
-            pair.personalized[i],
+            n_train[at],
+            n_test[at],
+            pair.initial[at],
+            pair.personalized[at],
         )
         for metric, pair in scored.pairs.items()
-        for i in range(data.population)
+        for at, client in enumerate(ids)
     ]

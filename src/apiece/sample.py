@@ -14,27 +14,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apiece import random
-from apiece.data.federated import Federated, Ints, Ragged, generator
+from apiece.data.federated import Clients, Federated, Ints, Ragged, generator, resident
 from apiece.method import Round
 
 
 class Cohort(NamedTuple):
     ids: tuple[int, ...]  # sorted
-    train: Ragged  # their training rows, in the order of ids
+    data: Federated  # these clients alone, in the order of ids
+
+    @property
+    def train(self) -> Ragged:
+        return self.data.train
 
 
-Sampler = Callable[[Federated, Round], Cohort]
+Sampler = Callable[[Clients, Round], Cohort]
 
 
-def uniform(data: Federated, round: Round) -> Cohort:
+def uniform(data: Clients, round: Round) -> Cohort:
     """`round.cohort_size` different seen clients, each as likely as any other: both drifts."""
     seen = data.seen_ids
     chosen = random.choose(random.fold(round.key, "cohort"), round.cohort_size, len(seen))
     ids = tuple(int(seen[i]) for i in chosen)
-    return Cohort(ids, data.train.take(ids))
+    return Cohort(ids, data.take(ids))
 
 
-def period_drift(data: Federated, round: Round) -> Cohort:
+def period_drift(data: Clients, round: Round) -> Cohort:
     """The cohort's rows pooled, shuffled and dealt out in the same sizes: only period drift is left.
 
     Called iid_each_round in the FedPA paper.
@@ -43,16 +47,18 @@ def period_drift(data: Federated, round: Round) -> Cohort:
     return _dealt(cohort, _draw(round).permutation(cohort.train.rows))
 
 
-def no_drift(data: Federated, round: Round) -> Cohort:
+def no_drift(data: Clients, round: Round) -> Cohort:
     """As many rows of the population's label mix, dealt out at random: neither drift is left."""
+    data = resident(data, "--sampler no_drift")
     cohort = uniform(data, round)
     draw = _draw(round)
     rows = np.concatenate(_rows_of_global_mix(data, len(cohort.train.rows), draw))
     return _dealt(cohort, draw.permutation(rows))
 
 
-def client_drift(data: Federated, round: Round) -> Cohort:
+def client_drift(data: Clients, round: Round) -> Cohort:
     """Rows of the population's label mix, dealt out as unevenly as the clients' own: only client drift."""
+    data = resident(data, "--sampler client_drift")
     cohort = uniform(data, round)
     draw = _draw(round)
     by_class = _rows_of_global_mix(data, len(cohort.train.rows), draw)
@@ -61,7 +67,8 @@ def client_drift(data: Federated, round: Round) -> Cohort:
     # Whole rows: client by client along each class, cut where the running total of the table says.
     ends = np.rint(np.cumsum(table, axis=0)).astype(int)
     pieces = [np.split(rows, ends[:-1, label]) for label, rows in enumerate(by_class)]
-    return Cohort(cohort.ids, Ragged.of([np.concatenate([p[i] for p in pieces]) for i in range(len(own))]))
+    dealt = Ragged.of([np.concatenate([p[i] for p in pieces]) for i in range(len(own))])
+    return Cohort(cohort.ids, cohort.data.redealt(dealt))
 
 
 SAMPLERS: dict[str, Sampler] = {
@@ -81,7 +88,7 @@ def _parts(rows: Ragged) -> list[Ints]:
 
 
 def _dealt(cohort: Cohort, rows: Ints) -> Cohort:
-    return Cohort(cohort.ids, Ragged(rows, cohort.train.offsets))
+    return Cohort(cohort.ids, cohort.data.redealt(Ragged(rows, cohort.train.offsets)))
 
 
 def _rows_of_global_mix(data: Federated, total: int, draw: np.random.Generator) -> list[Ints]:

@@ -17,7 +17,7 @@ from apiece import data as datasets
 from apiece import experiment as experiments
 from apiece import folder as files
 from apiece.choice import Choice
-from apiece.data.federated import Examples
+from apiece.data.federated import Examples, Federated, Ints
 from apiece.errors import ApieceError
 from apiece.evaluate import Pair
 from apiece.evaluate import models as client_models
@@ -40,7 +40,8 @@ class Result(NamedTuple):
     """A finished run."""
 
     summary: dict[str, Any]
-    pairs: dict[str, Pair]  # metric → every client's initial and personalized score
+    pairs: dict[str, Pair]  # metric → initial and personalized scores of `clients`
+    clients: Ints  # the ids of those that were scored: all, unless evaluate_clients says otherwise
     session: Session
     server: Server
 
@@ -61,7 +62,7 @@ def run(
 
     `data`: what `from_arrays` made, instead of what experiment.data names; it is saved in `out` as data.npz.
     """
-    experiment = _anchored(experiment).with_proxy()
+    experiment = absolute(experiment).with_proxy()
     if out is None:
         return carry_out(prepare(experiment, None, None, data), progress)
     folder = Path(out)
@@ -73,8 +74,7 @@ def run(
         if data is not None:
             datasets.save(saved, data)
         files.write_text(folder / "experiment.toml", session.experiment.to_toml())
-        rows = datasets.partition_table(session.federation.data)
-        files.write_csv(folder / "partition.csv", PARTITION_COLUMNS, rows)
+        files.write_csv(folder / "partition.csv", PARTITION_COLUMNS, _partition(session))
         files.write_json(folder / "engine.json", asdict(session.choice))
         return carry_out(session, progress)
 
@@ -97,9 +97,9 @@ def run_or_resume(experiment: Experiment, folder: Path, progress: Progress) -> N
     if not (folder / "experiment.toml").exists():
         run(experiment, folder, progress)
         return
-    asked = _anchored(experiment).with_proxy()
+    asked = absolute(experiment).with_proxy()
     data = load_data(asked)
-    if experiments.read(folder / "experiment.toml") != asked.resolved(int(data.seen.sum()), data.partition):
+    if experiments.read(folder / "experiment.toml") != asked.resolved(len(data.seen_ids), data.partition):
         raise ApieceError(f"{folder} holds another experiment: choose another folder with --out")
     if not (folder / "summary.json").exists():
         resume(folder, progress)
@@ -125,7 +125,7 @@ def reopen(folder: Path) -> Session:
             torch.__version__,
         )
     session = prepare(experiment, folder, choice)
-    rows = datasets.partition_table(session.federation.data)
+    rows = _partition(session)
     if choice is None:
         files.write_csv(folder / "partition.csv", PARTITION_COLUMNS, rows)
         files.write_json(recorded, asdict(session.choice))
@@ -140,7 +140,7 @@ def reopen(folder: Path) -> Session:
     return session
 
 
-def _anchored(experiment: Experiment) -> Experiment:
+def absolute(experiment: Experiment) -> Experiment:
     """The experiment with its paths made absolute, so that it can be resumed from anywhere."""
 
     def place(text: str) -> str:
@@ -155,6 +155,12 @@ def _anchored(experiment: Experiment) -> Experiment:
         method=anchored(experiment.method),
         model=anchored(experiment.model),
     )
+
+
+def _partition(session: Session) -> list[tuple[Any, ...]]:
+    """The rows of partition.csv: of all clients, or of those that are scored where not all are in memory."""
+    data = session.federation.data
+    return datasets.partition_table(data, None if isinstance(data, Federated) else session.scored(data))
 
 
 @contextmanager
@@ -223,7 +229,7 @@ def carry_out(session: Session, progress: Progress) -> Result:
     }
     if record.folder is not None:
         write_model(record.folder / "model", s, s.newcomer(server, e.rounds))
-    return Result(record.summary(facts, scored), scored[0].pairs, s, server)
+    return Result(record.summary(facts, scored), scored[0].pairs, scored[0].ids, s, server)
 
 
 def write_model(folder: Path, session: Session, params: Params) -> None:

@@ -61,6 +61,10 @@ class Shard:
     def _positions(self, count: int) -> Tensor:
         return torch.arange(count, device=self._rows.place.device)
 
+    def _taken(self, index: Tensor) -> tuple[Tree, Tree]:
+        x, y = tree.take((self._x, self._y), index)
+        return x, y
+
     def _order(self, key: Key) -> Tensor:
         """A permutation of the real examples, then the padding."""
         n = self._capacity
@@ -68,11 +72,6 @@ class Shard:
         if not self._even:
             rank = torch.where(self._positions(n) < self.size, rank, _LAST)
         return rank.argsort(stable=True)
-
-    def _batch(self, index: Tensor, real: Tensor, live: Tensor | None, key: Key) -> Batch:
-        weight = torch.ones_like(real, dtype=torch.float32) if self._even else real.float()
-        x, y = tree.take((self._x, self._y), index)
-        return Batch(x, y, weight, None if self._even else live, key)
 
     def batches(self, batch_size: int, epochs: int = 1, steps: int = 0) -> Iterator[Batch]:
         """`epochs` passes in fresh orders or, if `steps` > 0, that many batches whatever the size.
@@ -90,12 +89,17 @@ class Shard:
         passes = math.ceil(steps / per_pass) if steps else epochs
         count = steps or passes * per_pass
         for epoch in range(passes):
-            order = self._order(fold(self.key, epoch))
+            key = fold(self.key, epoch)
+            # One gather for the whole pass; its batches are views of it.
+            examples = self._taken(self._rows.place[self._order(key)])
+            keys = fold(key, self._positions(per_pass))
+            real = None if self._even else self._positions(n) < self.size
             for batch in range(min(per_pass, count - epoch * per_pass)):
-                start = batch * width
-                index = self._rows.place[order[start : start + width]]
-                real = start + self._positions(index.shape[0]) < self.size
-                yield self._batch(index, real, self.size > start, fold(self.key, epoch, batch))
+                rows = slice(batch * width, min((batch + 1) * width, n))
+                live = None if real is None else self.size > rows.start
+                yield _batch(
+                    tree.take(examples, rows), None if real is None else real[rows], live, keys[batch]
+                )
 
     def _steps(self, width: int, steps: int) -> Iterator[Batch]:
         """As above where B differs between the clients of the chunk: pass and batch are tensors."""
@@ -105,12 +109,15 @@ class Shard:
             order = self._order(fold(self.key, epoch))
             position = batch * width + self._positions(width)
             index = self._rows.place[order[position.clamp(max=self._capacity - 1)]]
-            yield self._batch(index, position < self.size, self.size > 0, fold(self.key, epoch, batch))
+            key = fold(self.key, epoch, batch)
+            yield _batch(self._taken(index), position < self.size, self.size > 0, key)
 
     def all(self) -> Batch:
         """Every example in one batch, in stored order."""
-        real = self._positions(self._capacity) < self.size
-        return self._batch(self._rows.place, real, self.size > 0, fold(self.key, "all"))
+        examples, key = self._taken(self._rows.place), fold(self.key, "all")
+        if self._even:
+            return _batch(examples, None, None, key)
+        return _batch(examples, self._positions(self._capacity) < self.size, self.size > 0, key)
 
     def at(self, key: int | Key) -> Shard:
         """The same examples, their orders and masks drawn below `key`: the server's proxy of one round."""
@@ -133,3 +140,11 @@ class Shard:
         real = self._positions(order.shape[0]) < size
         place = torch.where(real, self._rows.place[order], padding)
         return Rows(place, size, fold(self.key, name), fold(self._rows.split_key, name))
+
+
+def _batch(examples: tuple[Tree, Tree], real: Tensor | None, live: Tensor | None, key: Key) -> Batch:
+    """`real` and `live` are None where every example is."""
+    x, y = examples
+    first = tree.leaves(y)[0]
+    weight = torch.ones(first.shape[:1], device=first.device) if real is None else real.float()
+    return Batch(x, y, weight, live, key)

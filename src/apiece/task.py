@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from apiece import random
+from apiece import random, tree
+from apiece.errors import ApieceError
 from apiece.params import Params
 from apiece.random import Key
 from apiece.shard import Batch, Shard
@@ -65,7 +66,7 @@ class Dropout(nn.Module):
         if stream is None or self.p == 0.0:
             return x
         keep = random.uniform(stream.next(), x.shape) >= self.p
-        return torch.where(keep, x / (1.0 - self.p), 0.0)
+        return x * (keep.to(x.dtype) * (1.0 / (1.0 - self.p)))
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -73,16 +74,16 @@ class Dropout(nn.Module):
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     """Mean over the real examples; 0 where there are none."""
-    return torch.where(weight > 0, values * weight, 0.0).sum() / weight.sum().clamp(min=1.0)
+    return torch.where(weight > 0, values, 0.0).sum() / weight.sum().clamp(min=1.0)
 
 
 def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, y, reduction="none")
+    return -F.log_softmax(outputs, -1).gather(-1, y[..., None]).squeeze(-1)
 
 
 def hinge(outputs: Tensor, y: Tensor) -> Tensor:
     """Crammer and Singer's: max(0, 1 + best wrong score − right score); for two classes, the usual one."""
-    right = F.one_hot(y, outputs.shape[-1]).to(outputs.dtype)
+    right = (y[..., None] == torch.arange(outputs.shape[-1], device=y.device)).to(outputs.dtype)
     wrong_best = (outputs - right * 1e9).amax(-1)
     return F.relu(1.0 + wrong_best - (outputs * right).sum(-1))
 
@@ -103,6 +104,7 @@ class Task:
     proxy: Shard | None = None
     prior: Params | None = None
     penalties: tuple[Penalty, ...] = ()
+    precision: torch.dtype = torch.float32  # of the model's arithmetic; params and losses stay as they are
     # Structure and constant buffers, built once: copies of a task share it. Its parameters are never read.
     module: nn.Module = _UNBUILT
 
@@ -127,9 +129,14 @@ class Task:
 
     def predict(self, params: Params, x: Tree, key: Key | None = None) -> Tensor:
         """Outputs for `x`; without a key, in evaluation mode."""
+        if self.precision is not torch.float32:
+            params, x = tree.map(self._rounded, (params, x))
         with _drawing_from(key):
             outputs: Tensor = functional_call(self.module, dict(params), (x,))
-        return outputs
+        return outputs if self.precision is torch.float32 else outputs.float()
+
+    def _rounded(self, leaf: Tensor) -> Tensor:
+        return leaf.to(self.precision) if leaf.is_floating_point() else leaf
 
     def criterion(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Weighted mean over the real examples."""
@@ -157,6 +164,15 @@ class Task:
         values["loss"] = self.criterion(outputs, batch)
         empty = batch.weight.sum() == 0
         return {name: torch.where(empty, torch.nan, value) for name, value in values.items()}
+
+    def need_proxy(self) -> Shard:
+        """The proxy, of methods that cannot do without."""
+        if self.proxy is None:
+            raise ApieceError(
+                "the method trains on data of the server's own, and there is none: "
+                "set a share of the training data aside for it, for example with --proxy 0.02"
+            )
+        return self.proxy
 
     def for_clients(self) -> Task:
         return replace(self, proxy=None, prior=None)

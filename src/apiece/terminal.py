@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from apiece import session
+from apiece import tune as tuning
 from apiece.data import anchored
 from apiece.folder import json_text
 from apiece.record import Groups
@@ -39,8 +41,10 @@ WHAT, HOW, WHERE = "What to train", "How to run", "Output"
 
 
 @contextmanager
-def bar(title: str, rounds: int, quiet: bool, folder: Path, again: str) -> Iterator[session.Progress]:
-    """A progress bar with time left and the latest scores; Ctrl-C says how to go on."""
+def bar(
+    title: str, rounds: int, quiet: bool, folder: Path, again: str, sign: str = "experiment.toml"
+) -> Iterator[session.Progress]:
+    """A progress bar with time left and the latest scores; Ctrl-C says how to go on, once `sign` is there."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=16),
@@ -67,7 +71,7 @@ def bar(title: str, rounds: int, quiet: bool, folder: Path, again: str) -> Itera
         if bar.live.is_started:
             bar.stop()
     if interrupted:
-        begun = (folder / "experiment.toml").exists()
+        begun = (folder / sign).exists()
         typer.echo("interrupted" + (f"; go on with: {again}" if begun else " before round 0"), err=True)
         raise typer.Exit(130)
 
@@ -153,6 +157,50 @@ def show_forgetting(runs: list[tuple[str, Path]], tasks: list[str], as_json: boo
         spread = [f" ± {100 * stdev(scores[task]):.1f}" if len(scores[task]) > 1 else "" for task in tasks]
         table.add_row(label, *(f"{100 * mean:.1f}{std}" for mean, std in zip(cells, spread, strict=True)))
     out.print(table)
+
+
+def show_tuned(found: dict[str, tuning.Found], files: dict[str, Path], score: str, as_json: bool) -> None:
+    """Each method's trials, best first, and the settings of the best; no file where every trial diverged."""
+    ranked = {
+        name: sorted(one.trials, key=lambda trial: (trial.diverged, -trial.score, trial.number))
+        for name, one in found.items()
+    }
+    if as_json:
+        tables = [
+            {
+                "method": name,
+                "settings": one.settings,
+                "score": one.score,
+                "file": str(files[name]) if name in files else None,
+                "trials": [{**trial._asdict(), "diverged": trial.diverged} for trial in ranked[name]],
+            }
+            for name, one in found.items()
+        ]
+        typer.echo(json_text(tables), nl=False)
+        return
+    title = f"{score} score in % on validation examples"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("method", "settings"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("score", "time", "trial"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, trials in ranked.items():
+        for at, trial in enumerate(trials):
+            shown = "diverged" if trial.diverged else f"{100 * trial.score:.1f}"
+            cells = (
+                escape("" if at else re.sub(r"[^\s()]*/", "", name)),
+                escape(" ".join(tuning.flags(trial.settings)) or "defaults"),
+                f"[bold]{shown}[/]" if at == 0 and not trial.diverged else shown,
+                f"{trial.seconds:.1f} s",
+                str(trial.number),
+            )
+            table.add_row(*cells, end_section=trial is trials[-1])
+    out.print(table)
+    for name, one in found.items():
+        best = " ".join(f"--set {shlex.quote(flag)}" for flag in tuning.flags(one.settings)) or "the defaults"
+        typer.echo(f"{name}: {best}" if name in files else f"{name}: every trial diverged")
+        if name in files:
+            typer.echo(f"  apiece run {shlex.quote(str(files[name]))}")
 
 
 def show_deployed(deployed: Any, output: Path, as_json: bool) -> None:

@@ -32,7 +32,7 @@ class Traffic(NamedTuple):
         return f"{', '.join(self.keeps)} ({self.kept:.2g})" if self.keeps else "nothing"
 
 
-def traffic(method: Method, model: str = "mlp") -> Traffic:
+def traffic(method: Method, model: str = "mlp(norm=True)") -> Traffic:
     """Measured on `model` for the digits: shares of a model differ with the model."""
     if method.pooled:
         return Traffic(0.0, 0.0, 0.0, ())

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from apiece import random, tree
-from apiece.data.federated import Federated, Ints
-from apiece.engines.base import Engine, Federation, client_phase
+from apiece.data.federated import Clients, Ints
+from apiece.engines.base import Engine, Federation, Member, client_phase
 from apiece.errors import ApieceError
 from apiece.method import Broadcast, Method, Round, Server
 from apiece.params import Params
@@ -35,14 +35,14 @@ class Closed(NamedTuple):
     labels: Ints  # training examples of the cohort, by class
 
 
-def describe(index: int, data: Federated, cohort_size: int, root: int) -> Round:
+def describe(index: int, data: Clients, cohort_size: int, root: int) -> Round:
     """What the server knows of round `index` when it begins."""
     return Round(
         index=index,
         key=random.fold(root, "round", index),
         cohort_size=cohort_size,
-        population=int(data.seen.sum()),
-        examples=int(data.train.sizes[data.seen].sum()),
+        population=len(data.seen_ids),
+        examples=data.examples,
     )
 
 
@@ -69,13 +69,14 @@ class Training:
             round = self.round(index)
             cohort = self.sampler(self.federation.data, round)
             broadcast = method.broadcast(server, round)
-            outcome = client_phase(self.engine, self.federation, broadcast, cohort, round)
+            federation = replace(self.federation, data=cohort.data)
+            (outcome,) = client_phase(self.engine, Member(federation, broadcast, cohort, round))
             round = round._replace(replies=outcome.finite.sum())
             updated = method.server_update(task, server, outcome.update, round)
             server = tree.where(outcome.weight > 0, updated, server)
             size = 0 if method.pooled else len(cohort.ids)
             up, down = self.shapes.of(broadcast).bytes_up * size, tree.nbytes(broadcast) * size
-            data = self.federation.data
+            data = cohort.data
             labels = np.bincount(data.labels[cohort.train.rows], minlength=data.classes)
             yield Closed(round, cohort.ids, server, up, down, outcome.finite, outcome.metrics, labels)
 
@@ -85,7 +86,7 @@ def assemble(
     method: Method,
     task: Task,
     start: Params,
-    data: Federated,
+    data: Clients,
     cohort_size: int,
     root: int,
     sampler: Sampler,

@@ -83,7 +83,7 @@ def concat(trees: list[Tree]) -> Tree:
     return map(lambda *leaf: torch.cat(leaf), *trees)
 
 
-def take(tree: Tree, index: int | Tensor) -> Tree:
+def take(tree: Tree, index: int | slice | Tensor) -> Tree:
     """Entry (or entries) `index` along the first axis of every leaf."""
     return map(lambda leaf: leaf[index], tree)
 

@@ -131,7 +131,7 @@ def test_the_generator_takes_any_key():
 
 
 def test_every_dataset_is_described_and_loads():
-    assert set(datasets.DATASETS) == {"digits", "synthetic"}
+    assert set(datasets.DATASETS) == {"digits", "synthetic", "population"}
     for name in datasets.DATASETS:
         assert len(load(name, clients=2, key=0).y) > 0
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apiece import Recipe
-from apiece.engines.base import WASTE, client_phase, cut
+from apiece.engines.base import WASTE, Member, client_phase, cut
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.method import STACK, Stacked
@@ -55,7 +55,8 @@ def test_stack_hands_over_every_reply_in_the_order_of_ids() -> None:
         training, server = federation(UpdateOf(STACK), engine, sizes, 4)
         round = training.round(0)
         cohort = training.sampler(training.federation.data, round)
-        outcome = client_phase(engine, training.federation, training.broadcast(server, 0), cohort, round)
+        member = Member(training.federation, training.broadcast(server, 0), cohort, round)
+        (outcome,) = client_phase(engine, member)
         assert isinstance(outcome.update, Stacked)
         assert outcome.update.updates.tolist() == [5.0, 30.0, 0.0, 12.0]
         assert outcome.update.weights.tolist() == [5.0, 30.0, 0.0, 12.0]

@@ -11,6 +11,7 @@ from apiece.errors import ApieceError
 from apiece.importing import import_object
 from apiece.models import MODELS, build
 from apiece.models.cnn import image_shape
+from apiece.params import Params
 from apiece.random import as_key
 from apiece.task import cross_entropy, hinge
 
@@ -40,16 +41,28 @@ def write(path, text):
 
 
 def test_every_model_is_listed_with_a_description():
-    assert set(MODELS) == {"logistic", "svm", "mlp", "cnn"}
+    assert set(MODELS) == {"logistic", "svm", "mlp", "cnn", "lenet", "tff_cnn"}
     assert all(entry.description for entry in MODELS.values())
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("input_shape", [(64,), (8, 8), (3, 8, 8)])
+@pytest.mark.parametrize("input_shape", [(144,), (12, 12), (3, 12, 12)])
 def test_every_model_scores_every_shape(name, input_shape):
     task = build(name, input_shape, 10)
     assert task.predict(task.init(1), torch.rand(5, *input_shape)).shape == (5, 10)
     assert task.predict(task.init(1), torch.rand(0, *input_shape)).shape == (0, 10)
+
+
+def test_the_papers_networks_have_the_papers_sizes():
+    """TFF's CNN: 320 + 18,496 + 1,179,776 + 7,998. LeNet-5: 156 + 2,416 + 48,120 + 10,164 + 5,270."""
+    for name, size in (("tff_cnn", 1_206_590), ("lenet", 66_126)):
+        assert sum(p.numel() for p in build(name, (28, 28), 62).init(0).values()) == size
+
+
+@pytest.mark.parametrize("name", ["lenet", "tff_cnn"])
+def test_an_image_too_small_for_a_network_is_told(name):
+    with pytest.raises(ApieceError, match="pixels"):
+        build(name, (3, 3), 10)
 
 
 def test_logistic_is_one_matrix():
@@ -80,6 +93,41 @@ def test_mlp_sizes():
     assert shapes(build("mlp", (28, 28), 10))["hidden1.weight"] == (128, 784)
     assert shapes(build("mlp(hidden=256)", (784,), 10))["head.weight"] == (10, 256)
     assert set(shapes(build("mlp(hidden=())", (784,), 10))) == {"head.weight", "head.bias"}
+
+
+def normalized(h, weight, bias):
+    """Over all that belongs to an example; `weight` and `bias` are per channel."""
+    flat = h.reshape(len(h), -1)
+    flat = (flat - flat.mean(1, keepdim=True)) / (flat.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    shape = (1, -1, *[1] * (h.ndim - 2))
+    return flat.reshape(h.shape) * weight.reshape(shape) + bias.reshape(shape)
+
+
+def moved(params):
+    """Scales and shifts that are not 1 and 0."""
+    return Params({name: p + 0.1 * torch.randn_like(p) for name, p in params.items()})
+
+
+def test_mlp_with_normalization_by_hand():
+    task = build("mlp(hidden=(5, 3), norm=True)", (2, 2), 4)
+    w, x = moved(task.init(0)), torch.randn(6, 2, 2)
+    h = x.reshape(6, 4)
+    for i in ("1", "2"):
+        h = h @ w[f"hidden{i}.weight"].T + w[f"hidden{i}.bias"]
+        h = normalized(h, w[f"norm{i}.weight"], w[f"norm{i}.bias"]).clamp(min=0)
+    torch.testing.assert_close(task.predict(w, x), h @ w["head.weight"].T + w["head.bias"])
+
+
+def test_cnn_with_normalization_by_hand():
+    task = build("cnn(channels=(4, 5), dense=7, norm=True)", (2, 7, 6), 3)
+    w, x = moved(task.init(0)), torch.randn(4, 2, 7, 6)
+    h = x
+    for i in ("1", "2"):
+        h = F.conv2d(h, w[f"conv{i}.weight"], w[f"conv{i}.bias"], padding=1)
+        h = F.max_pool2d(normalized(h, w[f"norm{i}.weight"], w[f"norm{i}.bias"]).clamp(min=0), 2)
+    h = h.reshape(4, 5) @ w["dense.weight"].T + w["dense.bias"]
+    h = normalized(h, w["norm.weight"], w["norm.bias"]).clamp(min=0)
+    torch.testing.assert_close(task.predict(w, x), h @ w["head.weight"].T + w["head.bias"])
 
 
 def test_mlps_dropout_is_keyed():
@@ -135,7 +183,7 @@ def test_image_shapes(given, image):
 
 @pytest.mark.parametrize("shape", [(60,), (1, 2, 8, 8), ()])
 def test_cnn_says_what_it_needs(shape):
-    with pytest.raises(ApieceError, match=r"cnn needs images.*\(channels, height, width\).*64 for 8x8"):
+    with pytest.raises(ApieceError, match=r"the model needs images.*\(channels, height, width\).*64 for 8x8"):
         build("cnn", shape, 10)
 
 
@@ -170,7 +218,7 @@ def test_the_device_is_the_tasks():
         ("", "unknown model"),
         (
             "mlp(hiden=3)",
-            r"unknown option of model 'mlp' 'hiden': did you mean 'hidden'.*known: dropout, hidden$",
+            r"unknown option of model 'mlp' 'hiden': did you mean 'hidden'.*known: dropout, hidden, norm$",
         ),
         ("mlp(classes=3)", "unknown option"),
         ("logistic(hidden=3)", "unknown option"),

@@ -33,7 +33,7 @@ from apiece import (
     tree,
 )
 from apiece.data.federated import Federated
-from apiece.engines.base import Engine, client_phase
+from apiece.engines.base import Engine, Member, client_phase
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
@@ -254,7 +254,8 @@ def test_a_refused_reply_does_not_count(additive: bool) -> None:
     cohort = uniform(data, round)
     with torch.no_grad():
         broadcast = training.broadcast(server, 0)
-        stack = client_phase(training.engine, training.federation, broadcast, cohort, round).update
+        member = Member(training.federation, broadcast, cohort, round)
+        stack = client_phase(training.engine, member)[0].update
         others = tree.take(stack, torch.tensor([0, 2, 3]))
         wanted = method.server_update(training.federation.task, server, others, round._replace(replies=3))
     poisoned = data.x.clone()
@@ -284,7 +285,8 @@ def test_clients_do_not_see_the_proxy() -> None:
         f, round = training.federation, training.round(0)
         with torch.no_grad():
             broadcast = training.broadcast(server, 0)
-            outcome = client_phase(training.engine, f, broadcast, uniform(f.data, round), round)
+            member = Member(f, broadcast, uniform(f.data, round), round)
+            (outcome,) = client_phase(training.engine, member)
             answers.append((outcome, models(training.engine, f, broadcast, list(range(len(SIZES))), 0)))
     one, two = (tree.flatten(answer) for answer in answers)
     assert all(torch.equal(one[path], two[path]) for path in one)

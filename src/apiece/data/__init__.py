@@ -13,7 +13,8 @@ import numpy as np
 
 from apiece import tree
 from apiece.data import digits, own, synthetic
-from apiece.data.federated import Examples, Federated, federate
+from apiece.data.federated import Clients, Examples, Federated, Ints, federate, resident
+from apiece.data.lazy import Source, lazily
 from apiece.data.own import from_arrays, from_path, save
 from apiece.data.partition import deal
 from apiece.errors import ApieceError, unknown
@@ -35,6 +36,8 @@ __all__ = [
 DATASETS = {
     "digits": "8 × 8 images of handwritten digits, 1,797 examples, 10 classes; no clients of its own",
     "synthetic": "Synthetic(α, β) of FedProx: 60 features, 10 classes, own clients; or synthetic(0.5,0.5)",
+    "population": "the same family, each client made when it takes part: any number of clients; "
+    "or population(0.5,0.5,100), of at most 100 examples",
 }
 
 
@@ -42,11 +45,18 @@ class _BuiltIn(NamedTuple):
     load: Callable[..., Examples]  # (clients, key, **options)
     parameters: tuple[str, ...] = ()  # the options that may stand behind the name, in parentheses
     options: tuple[str, ...] = ()
+    source: Callable[..., Source] | None = None  # (key, **options), where not all clients need be in memory
 
 
 _BUILT_IN = {
     "digits": _BuiltIn(lambda clients, key: digits.load()),
     "synthetic": _BuiltIn(synthetic.load, ("alpha", "beta"), ("alpha", "beta", "most")),
+    "population": _BuiltIn(
+        lambda clients, **given: synthetic.Population(**given).examples(clients),
+        ("alpha", "beta", "most"),
+        ("alpha", "beta", "most"),
+        synthetic.Population,
+    ),
 }
 
 
@@ -74,11 +84,12 @@ def load(
             options=options,
         )
         return _only(whole, some[2])
-    called = re.fullmatch(r"([\w-]*)(?:\(([^()]*)\))?", name)
-    if called is not None and called[1] in DATASETS:
-        return _built_in(called[1], called[2], clients, key, options or {})
+    called = _called(name)
+    if called is not None and called[0] in DATASETS:
+        given = _given(*called, options or {})
+        return _BUILT_IN[called[0]].load(clients=clients, key=key, **given)
     if called is not None and not (name and Path(name).exists()):
-        raise unknown("dataset", called[1], DATASETS)
+        raise unknown("dataset", called[0], DATASETS)
     if options:
         raise ApieceError(f"{name} takes no options, got {', '.join(sorted(options))}")
     return own.from_path(name, client_column, label_column)
@@ -107,9 +118,21 @@ def _only(examples: Examples, text: str) -> Examples:
     return replace(examples, x=tree.map(lambda a: a[rows], examples.x), y=examples.y[rows], client=client)
 
 
-def _built_in(
-    name: str, inside: str | None, clients: int, key: int, options: Mapping[str, float]
-) -> Examples:
+def _called(name: str) -> tuple[str, str | None] | None:
+    """(a dataset's name, what stands behind it in parentheses), if it can be one."""
+    called = re.fullmatch(r"([\w-]*)(?:\(([^()]*)\))?", name)
+    return None if called is None else (called[1], called[2])
+
+
+def _source(name: str, key: int) -> Source | None:
+    """Where the clients of the dataset come from one by one, if they do."""
+    called = _called(name)
+    made = _BUILT_IN[called[0]].source if called is not None and called[0] in DATASETS else None
+    return None if called is None or made is None else made(key=key, **_given(*called, {}))
+
+
+def _given(name: str, inside: str | None, options: Mapping[str, float]) -> dict[str, float]:
+    """The options in the parentheses behind a dataset's name, and further ones."""
     dataset = _BUILT_IN[name]
     for option in options:
         if option not in dataset.options:
@@ -122,8 +145,7 @@ def _built_in(
         values = [float(text) for text in texts]
     except ValueError:
         raise ApieceError(f"{name}({inside}): the parameters must be numbers") from None
-    given = dict(zip(dataset.parameters, values, strict=False)) | dict(options)
-    return dataset.load(clients=clients, key=key, **given)
+    return dict(zip(dataset.parameters, values, strict=False)) | dict(options)
 
 
 def prepare(
@@ -138,11 +160,15 @@ def prepare(
     client_column: str = "client",
     label_column: str = "label",
     examples: Examples | None = None,
-) -> Federated:
+) -> Clients:
     """Load (unless `examples` are given), deal out and split.
 
     `auto` keeps the data's own clients, else deals out four classes each.
     """
+    source = _source(name, key) if examples is None and partition in ("auto", "natural") else None
+    if source is not None:
+        data = lazily(source, clients, key, test, unseen)
+        return resident(data, "a proxy set") if proxy else data
     if examples is None:
         examples = load(
             name, clients=clients, key=key, client_column=client_column, label_column=label_column
@@ -156,12 +182,19 @@ def prepare(
     return replace(federate(examples, parts, names, key, test, unseen, proxy), partition=partition)
 
 
-def partition_table(data: Federated) -> list[tuple[int, str, int, str, int, int]]:
-    """Rows (client, name, seen, split, label, count) of what is held; seen is 1 or 0, split train or test."""
+def partition_table(data: Clients, ids: Ints | None = None) -> list[tuple[int, str, int, str, int, int]]:
+    """Rows (client, name, seen, split, label, count) of what `ids`, or all, hold.
+
+    seen is 1 or 0, split train or test.
+    """
+    ids = np.arange(data.population) if ids is None else ids
     return [
-        (client, data.names[client], int(data.seen[client]), split, label, int(count))
-        for client in range(data.population)
-        for split, rows in (("train", data.train), ("test", data.test))
-        for label, count in enumerate(np.bincount(data.labels[rows[client]], minlength=data.classes))
+        (client, held.names[at], int(held.seen[at]), split, label, int(count))
+        for begin in range(0, len(ids), 1000)
+        for some in [ids[begin : begin + 1000].tolist()]
+        for held in [data.take(some)]
+        for at, client in enumerate(some)
+        for split, rows in (("train", held.train), ("test", held.test))
+        for label, count in enumerate(np.bincount(held.labels[rows[at]], minlength=data.classes))
         if count > 0
     ]

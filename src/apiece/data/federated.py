@@ -1,8 +1,9 @@
-"""Examples before they are dealt out, and Federated: the clients' shares of them, resident on one device."""
+"""Examples before they are dealt out; Clients: a population; Federated: one that is resident on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,8 @@ from apiece.errors import ApieceError
 from apiece.tree import Tree
 
 Ints = NDArray[np.int64]
+
+BLOCK = 1 << 16  # clients looked at together where all of them are
 
 
 @dataclass(frozen=True)
@@ -63,20 +66,28 @@ class Ragged:
         return out
 
 
-@dataclass(frozen=True)
-class Federated:
-    """Every client's training and test rows over arrays whose last row is padding (zeros)."""
+class Clients(ABC):
+    """A population. What a round or a score needs of it is that of a few clients: `take` gives it."""
 
-    x: Tree
+    x: Tree  # the examples in memory, one row each; the last row is padding (zeros)
     y: Tensor
     classes: int
     label_names: tuple[str, ...]
-    names: tuple[str, ...]  # the clients', by id
-    train: Ragged
-    test: Ragged
+    names: Sequence[str]  # the clients', by id
     seen: NDArray[np.bool_]  # False: never sampled, only scored
-    proxy: Ints  # rows of the server's own, taken out of the seen clients' training rows
-    partition: str = ""  # how it was dealt out
+    partition: str  # how it was dealt out
+
+    @abstractmethod
+    def take(self, ids: Sequence[int]) -> Federated:
+        """These clients alone, in this order, in memory."""
+
+    @abstractmethod
+    def sizes(self, ids: Sequence[int] | Ints) -> tuple[Ints, Ints]:
+        """How many training and test examples these clients have."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> Clients:
+        """The same, its examples on `device`."""
 
     @property
     def padding(self) -> int:
@@ -86,9 +97,67 @@ class Federated:
     def population(self) -> int:
         return len(self.seen)
 
-    @property
+    @cached_property
     def seen_ids(self) -> Ints:
         return np.flatnonzero(self.seen)
+
+    @cached_property
+    def unseen_ids(self) -> Ints:
+        return np.flatnonzero(~self.seen)
+
+    @cached_property
+    def examples(self) -> int:
+        """Training examples of the seen clients."""
+        return sum(int(self.sizes(ids[self.seen[ids]])[0].sum()) for ids in self.blocks())
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(tree.leaves(self.x)[0].shape[1:])
+
+    def blocks(self) -> Iterator[Ints]:
+        """All ids, some at a time."""
+        for begin in range(0, self.population, BLOCK):
+            yield np.arange(begin, min(begin + BLOCK, self.population))
+
+
+@dataclass(frozen=True)
+class Federated(Clients):
+    """Every client's training and test rows over arrays that hold all examples."""
+
+    x: Tree
+    y: Tensor
+    classes: int
+    label_names: tuple[str, ...]
+    names: tuple[str, ...]
+    train: Ragged
+    test: Ragged
+    seen: NDArray[np.bool_]
+    proxy: Ints  # rows of the server's own, taken out of the seen clients' training rows
+    partition: str = ""
+
+    def take(self, ids: Sequence[int]) -> Federated:
+        """The arrays stay as they are."""
+        names = tuple(self.names[i] for i in ids)
+        train, test = self.train.take(ids), self.test.take(ids)
+        return self._changed(names=names, train=train, test=test, seen=self.seen[list(ids)])
+
+    def sizes(self, ids: Sequence[int] | Ints) -> tuple[Ints, Ints]:
+        at = np.asarray(ids, dtype=np.int64)
+        train, test = self.train.offsets, self.test.offsets
+        return train[at + 1] - train[at], test[at + 1] - test[at]
+
+    def to(self, device: torch.device) -> Federated:
+        return self._changed(x=tree.to(self.x, device), y=self.y.to(device))
+
+    def redealt(self, train: Ragged) -> Federated:
+        """With other training rows of the same arrays."""
+        return self._changed(train=train)
+
+    def _changed(self, **changes: Any) -> Federated:
+        """With the same labels, so that a device need not be asked for them again."""
+        other = replace(self, **changes)
+        vars(other)["labels"] = self.labels
+        return other
 
     @cached_property
     def labels(self) -> Ints:
@@ -96,19 +165,34 @@ class Federated:
         labels: Ints = self.y.cpu().numpy()
         return labels
 
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        return tuple(tree.leaves(self.x)[0].shape[1:])
-
-    def to(self, device: torch.device) -> Federated:
-        return replace(self, x=tree.to(self.x, device), y=self.y.to(device))
-
     def pool(self) -> Federated:
         """The seen clients' training rows as one client: what the centralized baseline trains on."""
         rows = np.concatenate([self.train[i] for i in self.seen_ids])
         empty: Ints = np.zeros(0, dtype=np.int64)
         everyone = np.ones(1, dtype=bool)
         return replace(self, names=("pool",), train=Ragged.of([rows]), test=Ragged.of([empty]), seen=everyone)
+
+    def validation(self, share: float, key: int) -> Federated:
+        """The seen clients alone, their training rows split into train and test: what tuning works on.
+
+        No other row is in it: neither the test rows nor those of unseen clients. Ids count seen clients only.
+        """
+        if not 0.0 < share < 1.0:
+            raise ApieceError(f"the validation share must lie between 0 and 1, got {share}")
+        ids = self.seen_ids
+        parts = [hold_out(self.train[i], share, random.fold(key, "validation", int(i))) for i in ids]
+        kept = np.unique(np.concatenate([*(self.train[i] for i in ids), self.proxy]))
+        place = torch.from_numpy(np.append(kept, self.padding)).to(self.y.device)
+        return replace(
+            self,
+            x=tree.map(lambda array: array[place], self.x),
+            y=self.y[place],
+            names=tuple(self.names[i] for i in ids),
+            train=Ragged.of([np.searchsorted(kept, train) for train, _ in parts]),
+            test=Ragged.of([np.searchsorted(kept, test) for _, test in parts]),
+            seen=np.ones(len(ids), dtype=bool),
+            proxy=np.searchsorted(kept, self.proxy),
+        )
 
 
 def federate(
@@ -125,34 +209,18 @@ def federate(
     A client of one example keeps it for training: it is trained, and scored NaN. `proxy` is the share of the
     seen clients' training rows that becomes the server's.
     """
-    if not 0.0 <= test < 1.0:
-        raise ApieceError(f"the test share must lie in [0, 1), got {test}")
-    if not 0.0 <= unseen < 1.0:
-        raise ApieceError(f"the unseen share must lie in [0, 1), got {unseen}")
-    if not 0.0 <= proxy < 1.0:
-        raise ApieceError(f"the proxy share must lie in [0, 1), got {proxy}")
-    train_parts, test_parts = [], []
-    for client, rows in enumerate(parts):
-        shuffled = generator(random.fold(key, "test", client)).permutation(rows)
-        held_out = min(round(test * len(rows)), max(len(rows) - 1, 0))
-        test_parts.append(np.sort(shuffled[:held_out]))
-        train_parts.append(np.sort(shuffled[held_out:]))
-    seen = np.ones(len(parts), dtype=bool)
-    seen[random.choose(random.fold(key, "unseen"), round(unseen * len(parts)), len(parts))] = False
-
-    if not seen.any():
-        raise ApieceError(f"an unseen share of {unseen} leaves none of {len(parts)} clients to train with")
+    check_share("test", test)
+    check_share("proxy", proxy)
+    split = [hold_out(rows, test, random.fold(key, "test", client)) for client, rows in enumerate(parts)]
+    train_parts, test_parts = [train for train, _ in split], [held_out for _, held_out in split]
+    seen = draw_seen(len(parts), unseen, key)
     theirs = np.concatenate([part for part, mine in zip(train_parts, seen, strict=True) if mine])
     taken = generator(random.fold(key, "proxy")).permutation(theirs)[: round(proxy * len(theirs))]
     train_parts = [part[~np.isin(part, taken)] for part in train_parts]
 
-    def resident(array: Any) -> Tensor:
-        rows = torch.from_numpy(np.ascontiguousarray(array))
-        return torch.cat([rows, torch.zeros_like(rows[:1])])
-
     return Federated(
-        x=tree.map(resident, examples.x),
-        y=resident(examples.y),
+        x=tree.map(with_padding, examples.x),
+        y=with_padding(examples.y),
         classes=examples.classes,
         label_names=examples.label_names,
         names=tuple(names),
@@ -161,6 +229,51 @@ def federate(
         seen=seen,
         proxy=np.sort(taken),
     )
+
+
+def hold_out(rows: Ints, share: float, key: int) -> tuple[Ints, Ints]:
+    """(the rows kept, those held out), at random; one at least is kept."""
+    shuffled = generator(key).permutation(rows)
+    held_out = int(count_held_out(len(rows), share))
+    return np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])
+
+
+def count_held_out(size: int | Ints, share: float) -> Ints:
+    """How many of `size` examples are held out."""
+    sizes = np.asarray(size)
+    counts: Ints = np.minimum(np.rint(share * sizes), np.maximum(sizes - 1, 0)).astype(np.int64)
+    return counts
+
+
+def draw_seen(count: int, unseen: float, key: int) -> NDArray[np.bool_]:
+    """Which of so many clients may train."""
+    check_share("unseen", unseen)
+    seen = np.ones(count, dtype=bool)
+    seen[random.choose(random.fold(key, "unseen"), round(unseen * count), count)] = False
+    if not seen.any():
+        raise ApieceError(f"an unseen share of {unseen} leaves none of {count} clients to train with")
+    return seen
+
+
+def check_share(name: str, share: float) -> None:
+    if not 0.0 <= share < 1.0:
+        raise ApieceError(f"the {name} share must lie in [0, 1), got {share}")
+
+
+def with_padding(array: Any) -> Tensor:
+    """The array as a tensor, a row of zeros behind the last."""
+    rows = torch.from_numpy(np.ascontiguousarray(array))
+    return torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
+
+
+def resident(data: Clients, what: str) -> Federated:
+    """`data`, which `what` needs in memory whole."""
+    if not isinstance(data, Federated):
+        raise ApieceError(
+            f"{what} needs every client's examples in memory, and these are made when they are asked for: "
+            f"use data that is resident (docs/data.md)"
+        )
+    return data
 
 
 def generator(key: int) -> np.random.Generator:

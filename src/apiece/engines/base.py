@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from apiece import random, tree
-from apiece.data.federated import Federated, Ragged
-from apiece.method import MEAN, Broadcast, Method, Reply, Round, Stacked
+from apiece.data.federated import Clients, Ragged
+from apiece.method import MEAN, Broadcast, Method, Reduce, Round, Stacked
 from apiece.optim import Recipe
 from apiece.params import Params
 from apiece.sample import Cohort
@@ -39,8 +41,8 @@ class Engine(ABC):
         self.limit = limit
 
     @abstractmethod
-    def each(self, fn: Callable[..., Tree], arguments: tuple[Tree, ...]) -> Tree:
-        """`fn` of every client; the leaves of arguments and answer have a first axis of clients."""
+    def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        """`program(shared, *client)` of every client; `clients` and the answer have an axis of them."""
 
 
 def cut(sizes: Sequence[int], recipe: Recipe, limit: int) -> list[list[int]]:
@@ -63,6 +65,12 @@ def cut(sizes: Sequence[int], recipe: Recipe, limit: int) -> list[list[int]]:
     return chunks
 
 
+def placed(array: NDArray[Any], device: torch.device) -> Tensor:
+    """An array on the device, without waiting for what the device is doing."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 @dataclass(frozen=True)
 class Federation:
     """Everything a client phase works with, constant over a run."""
@@ -70,7 +78,7 @@ class Federation:
     method: Method
     task: Task
     start: Params
-    data: Federated
+    data: Clients  # in a client phase, the cohort alone
     store: Store
     root: int  # key of the run's seed
 
@@ -79,19 +87,18 @@ class Federation:
         index = part.padded(positions, self.data.padding)
         sizes = part.sizes[list(positions)]
         device = self.task.device
-        clients = torch.as_tensor(list(ids), device=device)
         rows = Rows(
-            torch.as_tensor(index, device=device),
-            torch.as_tensor(sizes, device=device),
-            random.fold(key, clients),
-            random.fold(random.fold(self.root, "split"), clients),
+            placed(index, device),
+            placed(sizes, device),
+            placed(random.fold_all(key, ids), device),
+            placed(random.fold_all(random.fold(self.root, "split"), ids), device),
         )
         return rows, bool((sizes == index.shape[1]).all())
 
     def shard(self, rows: Rows, even: bool) -> Shard:
         return Shard(self.data.x, self.data.y, rows, even)
 
-    def newcomers(self, data: Federated, *purpose: str) -> Federation:
+    def newcomers(self, data: Clients, *purpose: str) -> Federation:
         """Other clients, none of them ever met, with keys of their own below `purpose`."""
         store = Store(self.store.template, data.population, self.task.device, None, mapped=False)
         return replace(self, data=data, store=store, root=random.fold(self.root, *purpose))
@@ -103,13 +110,62 @@ class Federation:
         known = self.store.known(ids)
         if known.all():
             return self.store.get(ids)
-        task = self.task.for_clients()
-        clients = torch.as_tensor(list(ids), device=self.task.device)
-        keys = random.fold(random.fold(self.root, "client"), clients)
-        fresh = engine.each(lambda key: self.method.init_client(task, broadcast, self.start, key), (keys,))
+        keys = placed(random.fold_all(random.fold(self.root, "client"), ids), self.task.device)
+        fresh = engine.each(Program(_first_state, self), (broadcast, self.start), (keys,))
         if not known.any():
             return fresh
-        return _choose(torch.as_tensor(known, device=self.task.device), self.store.get(ids), fresh)
+        return _choose(placed(known, self.task.device), self.store.get(ids), fresh)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of one client with all that differs neither between clients nor between rounds."""
+
+    fn: Callable[..., Tree]  # of (federation, even, shared, *client); a function of a module
+    federation: Federation
+    even: tuple[bool, ...] = ()  # of each shard it reads: is no client of the chunk padded?
+    together: Callable[..., Tree] | None = None  # of (all answers, all clients): what becomes of a chunk
+
+    def __call__(self, shared: Tree, *client: Tree) -> Tree:
+        return self.fn(self.federation, self.even, shared, *client)
+
+    def finish(self, answers: Tree, clients: tuple[Tree, ...]) -> Tree:
+        return answers if self.together is None else self.together(answers, *clients)
+
+    @property
+    def key(self) -> Hashable:
+        """Programs with equal keys compute the same function of tensors, as long as both are alive."""
+        f = self.federation
+        resident = tuple(map(id, tree.leaves((f.data.x, f.data.y))))
+        return self.fn, type(f), f.method, id(f.task), resident, self.even, self.together
+
+
+def _first_state(federation: Federation, even: tuple[bool, ...], shared: Tree, key: Tensor) -> Tree:
+    broadcast, start = shared
+    return federation.method.init_client(federation.task.for_clients(), broadcast, start, key)
+
+
+def _updated(
+    federation: Federation, even: tuple[bool, ...], broadcasts: Tree, which: Tree, rows: Rows, state: Tree
+) -> tuple[Tree, ...]:
+    """One client's reply as tensors, decoded and weighed."""
+    method, task = federation.method, federation.task.for_clients()
+    broadcast = broadcasts if which == () else _of(broadcasts, which)
+    reply = method.client_update(task, broadcast, state, federation.shard(rows, *even))
+    weight: Any = reply.weight
+    if not isinstance(weight, Tensor):
+        weight = torch.full((), weight, device=task.device)
+    update = method.decode(task, broadcast, reply.update)
+    return update, reply.state, weight.float(), dict(reply.metrics)
+
+
+class Member(NamedTuple):
+    """A run's part in a client phase: one run alone, or one of several replicas that go together."""
+
+    federation: Federation
+    broadcast: Broadcast
+    cohort: Cohort
+    round: Round
 
 
 class Outcome(NamedTuple):
@@ -121,39 +177,100 @@ class Outcome(NamedTuple):
     metrics: dict[str, Tensor]  # mean over the finite replies
 
 
-def client_phase(
-    engine: Engine, federation: Federation, broadcast: Broadcast, cohort: Cohort, round: Round
-) -> Outcome:
-    """Every client of the cohort updates; partial sums are added in the order of the chunks."""
-    method, task = federation.method, federation.task.for_clients()
-    reduce = method.reduce(broadcast)
-    key = random.fold(round.key, "client")
-    positions: list[int] = []
-    parts: list[_Part] = []
-    for chunk in cut(cohort.train.sizes.tolist(), method.local, engine.limit):
-        ids = [cohort.ids[at] for at in chunk]
-        rows, even = federation.rows(cohort.train, chunk, ids, key)
-        before = federation.states(engine, broadcast, ids)
+@dataclass(frozen=True)
+class _Gather:
+    """Replies of a chunk: those that are not finite dropped, the others summed up for each run."""
 
-        def client(rows: Rows, state: Tree, even: bool = even) -> tuple[Tree, ...]:
-            reply = method.client_update(task, broadcast, state, federation.shard(rows, even))
-            return _finished(method, task, broadcast, reply)
+    reduce: Reduce
+    runs: int
 
-        try:
-            update, state, weight, metrics, finite = engine.each(client, (rows, before))
-        except Exception as error:
-            error.add_note(f"in client_update of {type(method).__name__}, round {round.index}, clients {ids}")
-            raise
-        federation.store.put(ids, _choose(finite, state, before))
-        update = _choose(finite, update, tree.zeros(update))
+    def __call__(
+        self, replies: tuple[Tree, ...], which: Tree, rows: Rows, before: Tree
+    ) -> tuple[Tree, Tree, Tensor, Tensor, Tree]:
+        update, state, weight, metrics = replies
+        finite = _finite((update, state, weight))
+        state = _choose(finite, state, before)
+        update = tree.map(lambda leaf: torch.where(_spread(finite, leaf), leaf, 0.0), update)
         weight = torch.where(finite, weight, 0.0)
-        if reduce is MEAN:
-            update = tree.map(lambda u, w=weight: torch.tensordot(w, u.to(w.dtype), 1), update)
-        counted = tree.map(lambda m, f=finite: torch.where(f, m, 0.0).sum(), metrics)
-        parts.append(_Part(update, weight, finite, counted))
-        positions += chunk
+        run = torch.arange(self.runs, device=weight.device)[:, None]
+        own = torch.ones_like(weight)[None] if which == () else (which == run).to(weight.dtype)
+        if self.reduce is MEAN:
+            update = tree.map(lambda leaf: torch.tensordot(own * weight, leaf.to(weight.dtype), 1), update)
+        counted = tree.map(lambda leaf: own.to(leaf.dtype) @ torch.where(finite, leaf, 0.0), metrics)
+        return update, state, weight, finite, counted
 
-    order = torch.as_tensor(np.argsort(positions), device=engine.device)
+
+class _Part(NamedTuple):
+    """One chunk's contribution to one run."""
+
+    positions: list[int]  # in the cohort
+    update: Tree  # its weighted sum, or its rows of the stack
+    weight: Tensor
+    finite: Tensor
+    metrics: Tree  # sums
+
+
+def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
+    """Every client of every cohort updates; partial sums are added in the order of the chunks.
+
+    The members' broadcasts must agree in their static fields, their federations in all but keys and states.
+    """
+    first = members[0].federation
+    gather = _Gather(first.method.reduce(members[0].broadcast), len(members))
+    alone = len(members) == 1
+    shared = members[0].broadcast if alone else _stacked([member.broadcast for member in members])
+    places = [(m, at) for m, member in enumerate(members) for at in range(len(member.cohort.ids))]
+    sizes = [size for member in members for size in member.cohort.train.sizes.tolist()]
+    parts: list[list[_Part]] = [[] for _ in members]
+    for chunk in cut(sizes, first.method.local, engine.limit):
+        chosen = [places[at] for at in chunk] if alone else sorted(places[at] for at in chunk)
+        mine = {m: [at for one, at in chosen if one == m] for m, _ in chosen}
+        prepared = [_before(engine, members[m], positions) for m, positions in mine.items()]
+        rows, even = _joined([rows for rows, _ in prepared], first.data.padding)
+        before = tree.concat([state for _, state in prepared])
+        which: Tree = () if alone else placed(np.array([m for m, _ in chosen]), engine.device)
+        program = Program(_updated, first, (even,), gather)
+        try:
+            update, state, weight, finite, metrics = engine.each(program, shared, (which, rows, before))
+        except Exception as error:
+            ids = [members[m].cohort.ids[at] for m, at in chosen]
+            name, round = type(first.method).__name__, members[0].round.index
+            error.add_note(f"in client_update of {name}, round {round}, clients {ids}")
+            raise
+        begin = 0
+        for m, positions in mine.items():
+            own = slice(begin, begin := begin + len(positions))
+            own_update = tree.take(update, m if gather.reduce is MEAN else own)
+            ids = [members[m].cohort.ids[at] for at in positions]
+            members[m].federation.store.put(ids, tree.take(state, own))
+            part = _Part(positions, own_update, weight[own], finite[own], tree.take(metrics, m))
+            parts[m].append(part)
+    return [_reduced(own, gather.reduce, engine.device) for own in parts]
+
+
+def _before(engine: Engine, member: Member, positions: list[int]) -> tuple[tuple[Rows, bool], Tree]:
+    """The rows and the states of some clients of a cohort."""
+    f, cohort = member.federation, member.cohort
+    ids = [cohort.ids[at] for at in positions]
+    key = random.fold(member.round.key, "client")
+    return f.rows(cohort.train, positions, ids, key), f.states(engine, member.broadcast, ids)
+
+
+def _joined(rows: list[tuple[Rows, bool]], padding: int) -> tuple[Rows, bool]:
+    """Rows of several runs as one, padded to the longest."""
+    if len(rows) == 1:
+        return rows[0]
+    longest = max(some.place.shape[1] for some, _ in rows)
+    wide = [
+        some._replace(place=F.pad(some.place, (0, longest - some.place.shape[1]), value=padding))
+        for some, _ in rows
+    ]
+    return tree.concat(wide), all(even and some.place.shape[1] == longest for some, even in rows)
+
+
+def _reduced(parts: list[_Part], reduce: Reduce, device: torch.device) -> Outcome:
+    positions = [at for part in parts for at in part.positions]
+    order = placed(np.argsort(positions), device)
     weights = torch.cat([part.weight for part in parts])[order]
     finite = torch.cat([part.finite for part in parts])[order]
     total = weights.sum()
@@ -167,30 +284,30 @@ def client_phase(
     return Outcome(update, total, finite, metrics)
 
 
-class _Part(NamedTuple):
-    """One chunk's contribution."""
-
-    update: Tree  # its weighted sum, or its rows of the stack
-    weight: Tensor
-    finite: Tensor
-    metrics: Tree  # sums
+def _stacked(broadcasts: list[Broadcast]) -> Broadcast:
+    return tree.map(lambda *leaf: torch.stack(leaf) if isinstance(leaf[0], Tensor) else leaf[0], *broadcasts)
 
 
-def _finished(method: Method, task: Task, broadcast: Broadcast, reply: Reply) -> tuple[Tree, ...]:
-    """One reply as tensors: decoded, weighed and judged."""
-    weight: Any = reply.weight
-    if not isinstance(weight, Tensor):
-        weight = torch.full((), weight, device=task.device)
-    weight = weight.float()
-    finite = tree.finite((reply.update, reply.state, weight), task.device)
-    update = method.decode(task, broadcast, reply.update)
-    return update, reply.state, weight, dict(reply.metrics), finite
+def _of(broadcasts: Broadcast, which: Tensor) -> Broadcast:
+    return tree.map(lambda leaf: leaf[which] if isinstance(leaf, Tensor) else leaf, broadcasts)
 
 
 def _choose(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """Per client: `a` where the condition holds, else `b`."""
 
-    def choose(x: Tensor, y: Tensor) -> Tensor:
-        return torch.where(condition.reshape(-1, *[1] * (x.dim() - 1)), x, y)
+    return tree.map(lambda x, y: torch.where(_spread(condition, x), x, y), a, b)
 
-    return tree.map(choose, a, b)
+
+def _spread(condition: Tensor, like: Tensor) -> Tensor:
+    """A bool per client, with as many axes as `like`."""
+    return condition.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def _finite(replies: Tree) -> Tensor:
+    """Per client: no floating leaf holds a NaN or an infinity, which would be its largest magnitude."""
+    largest = [
+        torch.linalg.vector_norm(leaf.reshape(len(leaf), -1), math.inf, dim=1)
+        for leaf in tree.tensors(replies)
+        if leaf.is_floating_point() and leaf.numel()
+    ]
+    return torch.stack(largest).isfinite().all(0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from apiece import tree
-from apiece.engines.base import Engine
+from apiece.engines.base import Engine, Program
 from apiece.tree import Tree
 
 
@@ -19,6 +17,7 @@ class Sequential(Engine):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, limit=1)
 
-    def each(self, fn: Callable[..., Tree], arguments: tuple[Tree, ...]) -> Tree:
-        count = tree.leaves(arguments)[0].shape[0]
-        return tree.stack([fn(*tree.take(arguments, i)) for i in range(count)])
+    def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        count = tree.leaves(clients)[0].shape[0]
+        answers = tree.stack([program(shared, *tree.take(clients, i)) for i in range(count)])
+        return program.finish(answers, clients)

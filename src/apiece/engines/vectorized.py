@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch.func import vmap
 
-from apiece.engines.base import Engine
+from apiece.engines.base import Engine, Program
 from apiece.tree import Tree
 
 
@@ -15,5 +13,6 @@ class Vectorized(Engine):
 
     name = "vectorized"
 
-    def each(self, fn: Callable[..., Tree], arguments: tuple[Tree, ...]) -> Tree:
-        return vmap(fn)(*arguments)
+    def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        answers = vmap(lambda *client: program(shared, *client))(*clients)
+        return program.finish(answers, clients)

@@ -33,8 +33,14 @@ class Entry(NamedTuple):
 MODELS: Mapping[str, Entry] = {
     "logistic": Entry("multinomial logistic regression", "apiece.models.linear:logistic"),
     "svm": Entry("linear support vector machine: hinge loss", "apiece.models.linear:svm", hinge),
-    "mlp": Entry("ReLU layers; options hidden=(128,), dropout=0.0", "apiece.models.mlp:mlp"),
-    "cnn": Entry("3x3 convolutions; options channels=(16, 32), dense=64", "apiece.models.cnn:cnn"),
+    "mlp": Entry("ReLU layers; options hidden=(128,), dropout=0.0, norm=False", "apiece.models.mlp:mlp"),
+    "cnn": Entry(
+        "3x3 convolutions; options channels=(16, 32), dense=64, norm=False", "apiece.models.cnn:cnn"
+    ),
+    "lenet": Entry("LeNet-5", "apiece.models.lenet:lenet"),
+    "tff_cnn": Entry(
+        "the CNN of TFF's EMNIST examples; option dropout=True", "apiece.models.tff_cnn:tff_cnn"
+    ),
 }
 
 

@@ -12,9 +12,16 @@ from apiece.errors import ApieceError
 
 
 def cnn(
-    input_shape: tuple[int, ...], classes: int, channels: Sequence[int] = (16, 32), dense: int = 64
+    input_shape: tuple[int, ...],
+    classes: int,
+    channels: Sequence[int] = (16, 32),
+    dense: int = 64,
+    norm: bool = False,
 ) -> nn.Module:
-    """3x3 convolutions, each with ReLU and 2x2 max-pooling, then a dense layer and one score per class."""
+    """3x3 convolutions, each with ReLU and 2x2 max-pooling, then a dense layer and one score per class.
+
+    With `norm`, a GroupNorm of one group stands before each ReLU.
+    """
     if any(size < 1 for size in (*channels, dense)):
         raise ApieceError(f"cnn needs layers of at least 1 unit, got channels={channels}, dense={dense}")
     incoming, height, width = image = image_shape(input_shape)
@@ -27,26 +34,34 @@ def cnn(
     layers: OrderedDict[str, nn.Module] = OrderedDict(rows=nn.Flatten(), image=nn.Unflatten(1, image))
     for i, outgoing in enumerate(channels, 1):
         layers[f"conv{i}"] = nn.Conv2d(incoming, outgoing, kernel_size=3, padding=1)
+        if norm:
+            layers[f"norm{i}"] = nn.GroupNorm(1, outgoing)
         layers[f"relu{i}"] = nn.ReLU()
         layers[f"pool{i}"] = nn.MaxPool2d(2)
         incoming = outgoing
     layers["flatten"] = nn.Flatten()
     layers["dense"] = nn.Linear(incoming * (height // pooling) * (width // pooling), dense)
+    if norm:
+        layers["norm"] = nn.GroupNorm(1, dense)
     layers["relu"] = nn.ReLU()
     layers["head"] = nn.Linear(dense, classes)
     return nn.Sequential(layers)
 
 
-def image_shape(input_shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(channels, height, width) of inputs of shape (C, H, W), (H, W) or (side²,)."""
+def image_shape(input_shape: tuple[int, ...], least: int = 1) -> tuple[int, int, int]:
+    """(channels, height, width) of inputs of shape (C, H, W), (H, W) or (side²,); `least` pixels each way."""
     match input_shape:
         case (channels, height, width):
-            return channels, height, width
+            pass
         case (height, width):
-            return 1, height, width
+            channels = 1
         case (pixels,) if math.isqrt(pixels) ** 2 == pixels:
-            return 1, math.isqrt(pixels), math.isqrt(pixels)
-    raise ApieceError(
-        f"cnn needs images: inputs of shape (channels, height, width) or (height, width), or a flat square "
-        f"such as 64 for 8x8; got {input_shape}. For other inputs use mlp"
-    )
+            channels, height, width = 1, math.isqrt(pixels), math.isqrt(pixels)
+        case _:
+            raise ApieceError(
+                f"the model needs images: inputs of shape (channels, height, width) or (height, width), or a "
+                f"flat square such as 64 for 8x8; got {input_shape}. For other inputs use mlp"
+            )
+    if min(height, width) < least:
+        raise ApieceError(f"the model needs at least {least}x{least} pixels, got {height}x{width}")
+    return channels, height, width

@@ -112,7 +112,7 @@ class LearnedAggregation(Wrapper):
         object.__setattr__(self, "aggregator", self.aggregator.over(DEFAULT).checked("aggregator"))
 
     def init(self, task: Task, params: Params, key: int) -> Aggregating:
-        _proxy(task)
+        task.need_proxy()
         phi = init_phi(params, random.fold(key, "aggregator"))
         return Aggregating(self.inner.init(task, params, key), self.aggregator.rule.start(phi))
 
@@ -139,7 +139,7 @@ class LearnedAggregation(Wrapper):
             return Stepped(*optimizer.update(grad(f)(at.params, batch), at.state, at.params))
 
         recipe = self.aggregator
-        batches = _proxy(task).at(round.key).batches(recipe.batch_size, recipe.epochs, recipe.steps)
+        batches = task.need_proxy().at(round.key).batches(recipe.batch_size, recipe.epochs, recipe.steps)
         trained = loop(step, server.phi, batches)
         phi = server.phi if self.meantime else trained
         mean = aggr(w_t, updates, K, phi.params, self.additive)
@@ -153,12 +153,3 @@ class LearnedAggregation(Wrapper):
             f"the update of {type(self.inner).__name__} is not a difference of params: learned aggregation "
             f"needs a method that sends broadcast.params and is answered Params with the same names"
         )
-
-
-def _proxy(task: Task) -> Shard:
-    if task.proxy is None:
-        raise ApieceError(
-            "the aggregator is learned on data of the server's own, and there is none: "
-            "set a share of the training data aside for it, for example with --proxy 0.01"
-        )
-    return task.proxy
