@@ -4,7 +4,7 @@
 search of the same number of trials (`apiece tune`: validation examples taken from the clients' training
 examples, partition classes:4, seed 0), whose settings serve all partitions; then each partition is run over
 the seeds. What is finished is not run again: stop it and go on whenever you like.
-Fill the page from the figures: `python -m benchmarks.baselines --out results/baselines --page docs/results.md`.
+`--page docs/results.md` fills the table into that page from the figures there are.
 """
 
 from __future__ import annotations
@@ -71,16 +71,14 @@ def finished(out: Path) -> Iterator[dict[str, Any]]:
 
 
 def markdown(out: Path) -> str:
-    head = " | ".join(
-        f"{partition} {score}" for partition in PARTITIONS for score in ("initial", "personalized")
-    )
+    columns = [(partition, score) for partition in PARTITIONS for score in ("initial", "personalized")]
+    head = " | ".join(f"{partition} {score}" for partition, score in columns)
     lines = [f"| | {head} | settings found |", "|---|" + "---|" * (2 * len(PARTITIONS) + 1)]
     for figures in finished(out):
         cells = []
-        for partition in PARTITIONS:
-            for score in ("initial", "personalized"):
-                values = [100 * seed[score] for seed in figures["scores"][partition]]
-                cells.append(f"{fmean(values):.1f} ± {stdev(values):.1f}")
+        for partition, score in columns:
+            values = [100 * seed[score] for seed in figures["scores"][partition]]
+            cells.append(f"{fmean(values):.1f} ± {stdev(values):.1f}")
         settings = ", ".join(tune.flags(figures["settings"])) or "defaults"
         lines.append(f"| {figures['row']} | {' | '.join(cells)} | {settings} |")
     return "\n".join(lines)

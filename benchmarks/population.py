@@ -6,7 +6,7 @@ the examples made when a client takes part; 200 clients scored before and after.
 are equal work: every client has 50 examples.
 
 In a large population hardly anybody is met twice. So all rounds are then played once more with the same
-cohorts: everybody has been met, and every state is read from a file that the system no longer holds in memory.
+cohorts: everybody has been met, and states are read from a file that the system no longer holds in memory.
 """
 
 from __future__ import annotations
@@ -57,19 +57,21 @@ def memory() -> dict[str, float]:
     return {names[key]: int(value.split()[0]) / 1024 for key, value in lines if key in names}
 
 
-def play_again(result: Result, rounds: int) -> list[float]:
-    """Seconds of the same rounds once more, everybody's state on disk and nowhere else."""
+def play_again(result: Result, rounds: int, rows: Path) -> list[float]:
+    """Seconds of the same rounds once more, after each of which all states are on disk and nowhere else."""
     training, store = result.session.training, result.session.federation.store
-    assert result.session.record.folder is not None
-    handle = os.open(result.session.record.folder / "checkpoint" / "clients.rows", os.O_RDONLY)
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(handle)
-    ticks = [time.perf_counter()]
+    seconds = []
     with torch.no_grad():
-        for closed in training.rounds(result.server, 0, rounds):
+        playing = training.rounds(result.server, 0, rounds)
+        for index in range(rounds):
+            store.commit(rounds + index)
+            with rows.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            begin = time.perf_counter()
+            closed = next(playing)
+            seconds.append(time.perf_counter() - begin)
             assert store.known(closed.ids).all()
-            ticks.append(time.perf_counter())
-    return np.diff(ticks).tolist()
+    return seconds
 
 
 def measure(clients: int, rounds: int) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def measure(clients: int, rounds: int) -> dict[str, Any]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = run(experiment, folder, tick)
-        again = play_again(result, rounds)[WARM_UP:]
+        again = play_again(result, rounds, Path(folder) / "checkpoint" / "clients.rows")[WARM_UP:]
         files = [(Path(folder) / "checkpoint" / name).stat() for name in ("clients.rows", "clients.tags")]
     # The last tick is behind the last evaluation: it is not a round's.
     steps = np.diff(np.array(ticks), axis=0)[WARM_UP:-1]

@@ -367,7 +367,11 @@ def test_one_lost_model_is_a_diverged_trial() -> None:
     found = tune.search(local, 1, data=huge)
     assert found.trials[0].diverged
     assert math.isnan(found.score)
-    assert not tune.search(local, 1, data=huge, score="initial").trials[0].diverged
+    both, one, other = (
+        tune.search(local, 1, seeds, data=huge, score="initial") for seeds in ([0, 1], [0], [1])
+    )
+    assert both.score == pytest.approx((one.score + other.score) / 2)
+    assert one.score != other.score
 
 
 # What is searched

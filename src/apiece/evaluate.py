@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apiece import random, tree
 from apiece.data.federated import Clients, Ints
-from apiece.engines.base import Engine, Federation, Program, cut
+from apiece.engines.base import Call, Engine, Federation, Program, cut
 from apiece.method import Broadcast
 from apiece.params import Params
 from apiece.shard import Rows, Shard
@@ -128,19 +128,19 @@ def _each_client(
     """(positions in ids, answers) chunk by chunk of the program that `fn` is."""
     key = random.fold(federation.root, "personalize", round)
     sizes = federation.data.sizes(ids)[0].tolist()
-    for chunk in cut(sizes, federation.method.personal, engine.limit):
+    chunks = cut(sizes, federation.method.personal, engine.limit)
+
+    def call(chunk: list[int]) -> Call:
         clients = [int(ids[at]) for at in chunk]
         data = federation.data.take(clients)
         held = replace(federation, data=data)
         train, train_even = held.rows(data.train, range(len(clients)), clients, key)
         test, test_even = held.rows(data.test, range(len(clients)), clients, key)
         states = held.states(engine, broadcast, clients)
-        program = Program(fn, held, (train_even, test_even))
-        try:
-            yield chunk, engine.each(program, broadcast, (train, test, states))
-        except Exception as error:
-            error.add_note(f"in personalize of {type(federation.method).__name__}, clients {clients}")
-            raise
+        where = f"in personalize of {type(federation.method).__name__}, clients {clients}"
+        return Call(Program(fn, held, (train_even, test_even)), broadcast, (train, test, states), where)
+
+    yield from zip(chunks, engine.answers(map(call, chunks)), strict=True)
 
 
 def summarize(pair: Pair, chosen: NDArray[np.bool_], n_test: NDArray[np.int64]) -> Group | None:

@@ -95,31 +95,29 @@ def prepare(
     choice: Choice | None,
     examples: Examples | None = None,
     dealt: Clients | None = None,
+    beside: Session | None = None,
 ) -> Session:
-    """Load the data, unless it is `dealt` out already; build task and method, choose what is to be chosen."""
+    """Load the data, unless it is `dealt` out already; build task and method, choose what is to be chosen.
+
+    `beside`: a session of the same experiment with another seed, whose data, model and engine are shared.
+    """
+    if beside is not None:
+        choice, dealt = beside.choice, beside.federation.data
     device = pick_device(experiment.device if choice is None else choice.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = experiment.precision == "tf32"
     torch.backends.cudnn.deterministic = True
     data = (load_data(experiment, examples) if dealt is None else dealt).to(device)
-    seen = len(data.seen_ids)
-    if experiment.cohort > seen:
-        raise ApieceError(
-            f"a cohort of {experiment.cohort} cannot be drawn from {seen} seen clients "
-            f"({data.population} clients, {data.population - seen} of them unseen): "
-            f"lower --cohort, or have more clients"
-        )
     if dealt is None:
         _tell_small_clients(data)
-    if experiment.sampler != "uniform":
-        resident(data, f"--sampler {experiment.sampler}")
-    experiment = experiment.resolved(seen, data.partition)
+    _check(experiment, data)
+    experiment = experiment.resolved(len(data.seen_ids), data.partition)
     method = experiment.build_method()
     task = models.build(experiment.model, data.input_shape, data.classes, device)
     if device.type == "cuda" and experiment.precision == "bf16":
         task = replace(task, precision=torch.bfloat16)
     engines = _engines(task, experiment.engine, data)
     layers = _layers(task, engines, method, experiment, data) if choice is None else choice.layers
-    task = lowered(task, layers)
+    task = lowered(task, layers) if beside is None else replace(task, module=beside.federation.task.module)
     root = random.fold(experiment.seed, "apiece")
     start = task.init(random.fold(root, "params"))
     if experiment.prior:
@@ -170,12 +168,24 @@ def prepare(
             reason,
         )
     torch.set_num_threads(choice.threads)
-    engine = build(choice.engine, device, choice.chunk)
+    engine = build(choice.engine, device, choice.chunk) if beside is None else beside.engine
     metrics = tuple(training.shapes.of(training.broadcast(server, 0)).metrics)
     record = Record(folder, experiment.id, metrics, experiment.also, experiment.target)
     also = {name: _newcomers(name, experiment, federation) for name in experiment.also}
     training = replace(training, engine=engine)
     return Session(experiment, choice, engine, federation, training, server, record, also)
+
+
+def _check(experiment: Experiment, data: Clients) -> None:
+    seen = len(data.seen_ids)
+    if experiment.cohort > seen:
+        raise ApieceError(
+            f"a cohort of {experiment.cohort} cannot be drawn from {seen} seen clients "
+            f"({data.population} clients, {data.population - seen} of them unseen): "
+            f"lower --cohort, or have more clients"
+        )
+    if experiment.sampler != "uniform":
+        resident(data, f"--sampler {experiment.sampler}")
 
 
 def load_params(place: str, like: Params) -> Params:

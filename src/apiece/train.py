@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apiece import random, tree
 from apiece.data.federated import Clients, Ints
-from apiece.engines.base import Engine, Federation, Member, client_phase
+from apiece.engines.base import Engine, Federation, Member, Outcome, client_phase
 from apiece.errors import ApieceError
 from apiece.method import Broadcast, Method, Round, Server
 from apiece.params import Params
@@ -64,21 +64,54 @@ class Training:
 
     def rounds(self, server: Server, begin: int, end: int) -> Iterator[Closed]:
         """Close rounds begin … end − 1 one after another."""
-        method, task = self.federation.method, self.federation.task
-        for index in range(begin, end):
-            round = self.round(index)
-            cohort = self.sampler(self.federation.data, round)
-            broadcast = method.broadcast(server, round)
-            federation = replace(self.federation, data=cohort.data)
-            (outcome,) = client_phase(self.engine, Member(federation, broadcast, cohort, round))
-            round = round._replace(replies=outcome.finite.sum())
-            updated = method.server_update(task, server, outcome.update, round)
-            server = tree.where(outcome.weight > 0, updated, server)
-            size = 0 if method.pooled else len(cohort.ids)
-            up, down = self.shapes.of(broadcast).bytes_up * size, tree.nbytes(broadcast) * size
-            data = cohort.data
-            labels = np.bincount(data.labels[cohort.train.rows], minlength=data.classes)
-            yield Closed(round, cohort.ids, server, up, down, outcome.finite, outcome.metrics, labels)
+        for (closed,) in together([self], [server], begin, end):
+            yield closed
+
+    def open(self, server: Server, index: int) -> Member:
+        round = self.round(index)
+        cohort = self.sampler(self.federation.data, round)
+        broadcast = self.federation.method.broadcast(server, round)
+        return Member(replace(self.federation, data=cohort.data), broadcast, cohort, round)
+
+    def close(self, server: Server, opened: Member, outcome: Outcome) -> Closed:
+        method, cohort, data = self.federation.method, opened.cohort, opened.cohort.data
+        round = opened.round._replace(replies=outcome.finite.sum())
+        updated = method.server_update(self.federation.task, server, outcome.update, round)
+        server = tree.where(outcome.weight > 0, updated, server)
+        size = 0 if method.pooled else len(cohort.ids)
+        up, down = self.shapes.of(opened.broadcast).bytes_up * size, tree.nbytes(opened.broadcast) * size
+        labels = np.bincount(data.labels[cohort.train.rows], minlength=data.classes)
+        return Closed(round, cohort.ids, server, up, down, outcome.finite, outcome.metrics, labels)
+
+
+def together(
+    trainings: Sequence[Training], servers: Sequence[Server], begin: int, end: int
+) -> Iterator[list[Closed]]:
+    """Close rounds of replicas side by side: runs of one experiment with different seeds.
+
+    Their clients are computed as one cohort where what they are sent agrees in its static fields.
+    """
+    for index in range(begin, end):
+        opened = [training.open(server, index) for training, server in zip(trainings, servers, strict=True)]
+        groups: dict[Hashable, list[int]] = {}
+        for at, member in enumerate(opened):
+            groups.setdefault(_kind(member), []).append(at)
+        outcomes: dict[int, Outcome] = {}
+        for group in groups.values():
+            found = client_phase(trainings[0].engine, *(opened[at] for at in group))
+            outcomes.update(zip(group, found, strict=True))
+        closed = [
+            training.close(server, opened[at], outcomes[at])
+            for at, (training, server) in enumerate(zip(trainings, servers, strict=True))
+        ]
+        servers = [one.server for one in closed]
+        yield closed
+
+
+def _kind(member: Member) -> Hashable:
+    """What members of one client phase must have in common."""
+    static = [leaf for leaf in tree.leaves(member.broadcast) if not isinstance(leaf, Tensor)]
+    return tuple(static), tuple(map(id, tree.leaves((member.cohort.data.x, member.cohort.data.y))))
 
 
 def assemble(

@@ -1,7 +1,7 @@
 """Tuning: a small search for a method's settings, with the same number of trials for every method.
 
 Each seen client's training examples are split once into training and validation; a trial trains on the one
-and is scored on the other. The examples held out for testing, and the unseen clients, are not even loaded.
+and is scored on the other. The examples held out for testing, and the unseen clients, are taken out before.
 The first trial is the method's defaults; optuna's TPE proposes the others, a function of what came before.
 So a search that finds trials in its log asks for the same ones again, and goes on where it was interrupted.
 """
@@ -245,7 +245,7 @@ class _Bench:
         self._chosen: dict[str, Any] = {}  # engine and threads: those of the first trial are all trials'
 
     def trial(self, number: int, settings: dict[str, Any], seeds: Sequence[int]) -> list[Run]:
-        """One run per seed, up to the first that diverges."""
+        """One run per seed, up to the first that has no score at all."""
         runs: list[Run] = []
         for seed in seeds:
             described = with_settings(replace(self._experiment, seed=seed), settings)
@@ -254,7 +254,7 @@ class _Bench:
             run = self._known.get(place) or self._run(described, place, number, settings)
             self._chosen = self._chosen or {"engine": run.engine, "threads": run.threads}
             runs.append(run)
-            if run.diverged:
+            if run.initial is run.personalized is None:
                 break
         return runs
 

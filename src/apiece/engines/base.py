@@ -1,13 +1,14 @@
 """What every engine shares: cutting a cohort into chunks, one client phase, its reduction.
 
-An engine decides only how a function of one client is applied to a chunk of them (`Engine.each`).
+An engine decides only how a function of one client is applied to a chunk of them (`Engine.each`), and
+whether it computes several chunks at once (`Engine.answers`).
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -43,6 +44,25 @@ class Engine(ABC):
     @abstractmethod
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         """`program(shared, *client)` of every client; `clients` and the answer have an axis of them."""
+
+    def answers(self, calls: Iterable[Call]) -> Iterator[Tree]:
+        """What `each` answers to calls of one method and task, in their order; errors tell whose they are."""
+        for call in calls:
+            try:
+                answer = self.each(call.program, call.shared, call.clients)
+            except Exception as error:
+                error.add_note(call.where)
+                raise
+            yield answer
+
+
+class Call(NamedTuple):
+    """One chunk's part of a phase."""
+
+    program: Program
+    shared: Tree
+    clients: tuple[Tree, ...]
+    where: str  # for errors: what is computed, and of whom
 
 
 def cut(sizes: Sequence[int], recipe: Recipe, limit: int) -> list[list[int]]:
@@ -137,7 +157,7 @@ class Program:
         """Programs with equal keys compute the same function of tensors, as long as both are alive."""
         f = self.federation
         resident = tuple(map(id, tree.leaves((f.data.x, f.data.y))))
-        return self.fn, type(f), f.method, id(f.task), resident, self.even, self.together
+        return self.fn, type(f), f.method, id(f.task.module), resident, self.even, self.together
 
 
 def _first_state(federation: Federation, even: tuple[bool, ...], shared: Tree, key: Tensor) -> Tree:
@@ -222,21 +242,25 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
     places = [(m, at) for m, member in enumerate(members) for at in range(len(member.cohort.ids))]
     sizes = [size for member in members for size in member.cohort.train.sizes.tolist()]
     parts: list[list[_Part]] = [[] for _ in members]
+    chunks = []
     for chunk in cut(sizes, first.method.local, engine.limit):
         chosen = [places[at] for at in chunk] if alone else sorted(places[at] for at in chunk)
-        mine = {m: [at for one, at in chosen if one == m] for m, _ in chosen}
+        chunks.append({m: [at for one, at in chosen if one == m] for m, _ in chosen})
+
+    def call(mine: dict[int, list[int]]) -> Call:
         prepared = [_before(engine, members[m], positions) for m, positions in mine.items()]
         rows, even = _joined([rows for rows, _ in prepared], first.data.padding)
         before = tree.concat([state for _, state in prepared])
-        which: Tree = () if alone else placed(np.array([m for m, _ in chosen]), engine.device)
+        runs = [m for m, positions in mine.items() for _ in positions]
+        which: Tree = () if alone else placed(np.array(runs), engine.device)
         program = Program(_updated, first, (even,), gather)
-        try:
-            update, state, weight, finite, metrics = engine.each(program, shared, (which, rows, before))
-        except Exception as error:
-            ids = [members[m].cohort.ids[at] for m, at in chosen]
-            name, round = type(first.method).__name__, members[0].round.index
-            error.add_note(f"in client_update of {name}, round {round}, clients {ids}")
-            raise
+        ids = [members[m].cohort.ids[at] for m, positions in mine.items() for at in positions]
+        name, round = type(first.method).__name__, members[0].round.index
+        where = f"in client_update of {name}, round {round}, clients {ids}"
+        return Call(program, shared, (which, rows, before), where)
+
+    answers = engine.answers(map(call, chunks))
+    for mine, (update, state, weight, finite, metrics) in zip(chunks, answers, strict=True):
         begin = 0
         for m, positions in mine.items():
             own = slice(begin, begin := begin + len(positions))

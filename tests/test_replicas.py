@@ -1,0 +1,95 @@
+"""Replicas that go together against each of them alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apiece import Method, Recipe, tree
+from apiece.engines.base import Engine
+from apiece.engines.sequential import Sequential
+from apiece.engines.vectorized import Vectorized
+from apiece.method import Server
+from apiece.methods.apfl_ewc import ApflEwc
+from apiece.methods.fedavg import FedAvg
+from apiece.methods.fedec import FedEC
+from apiece.methods.l2gd import L2GD
+from apiece.methods.scaffold import Scaffold
+from apiece.random import fold
+from apiece.store import Store
+from apiece.train import Training, together
+from apiece.tree import Tree
+from tests.worlds import CPU, federation
+
+SIZES = (7, 23, 0, 12, 4, 30)
+SEEDS = (3, 11, 12)
+LOCAL = Recipe(batch_size=5, epochs=2)
+
+
+def replica(method: Method, engine: Engine, seed: int) -> tuple[Training, Server]:
+    """A training with keys, a start and client states of its own; data and model are shared."""
+    training, _ = federation(method, engine, SIZES, 4)
+    f = training.federation
+    start = f.task.init(seed)
+    store = Store(f.store.template, f.data.population, CPU, None, mapped=False)
+    own = replace(f, root=fold(seed, "apiece"), start=start, store=store, data=DATA, task=TASK)
+    return replace(training, federation=own), method.init(TASK, start, 0)
+
+
+TASK = federation(FedAvg(), Sequential(CPU), SIZES, 4)[0].federation.task
+DATA = federation(FedAvg(), Sequential(CPU), SIZES, 4)[0].federation.data
+
+
+def states(training: Training, server: Server) -> Tree:
+    broadcast = training.broadcast(server, 5)
+    return training.federation.states(Sequential(CPU), broadcast, range(len(SIZES)))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedAvg(local=LOCAL),
+        FedEC(local=LOCAL),
+        Scaffold(local=LOCAL),
+        ApflEwc(local=LOCAL, z=1),
+        L2GD(local=LOCAL, p=0.5),  # replicas toss coins of their own: their static fields differ
+    ],
+    ids=lambda method: type(method).__name__,
+)
+@pytest.mark.parametrize("engine", [Sequential(CPU), Vectorized(CPU, 5), Vectorized(CPU, 64)], ids=str)
+def test_each_replica_is_as_it_would_be_alone(method: Method, engine: Engine) -> None:
+    with torch.no_grad():
+        alone = []
+        for seed in SEEDS:
+            training, server = replica(method, engine, seed)
+            closed = list(training.rounds(server, 0, 5))
+            alone.append((training, closed))
+        side_by_side = [replica(method, engine, seed) for seed in SEEDS]
+        trainings, servers = zip(*side_by_side, strict=True)
+        rounds = list(together(trainings, servers, 0, 5))
+        for at, (training, expected) in enumerate(alone):
+            for one, row in zip(expected, rounds, strict=True):
+                ours = row[at]
+                assert (ours.round.key, ours.ids) == (one.round.key, one.ids)
+                assert (ours.bytes_up, ours.bytes_down) == (one.bytes_up, one.bytes_down)
+                assert ours.finite.tolist() == one.finite.tolist()
+                assert_close((ours.server, ours.metrics), (one.server, one.metrics))
+            assert_close(
+                states(trainings[at], rounds[-1][at].server), states(training, expected[-1].server)
+            )
+
+
+def assert_close(ours: Tree, theirs: Tree) -> None:
+    """Within 1e-5 of the largest entry of each tensor."""
+    for path, a in tree.flatten(ours).items():
+        b = tree.flatten(theirs)[path]
+        if isinstance(b, torch.Tensor) and b.numel() and b.is_floating_point():
+            assert (a - b).abs().max() <= 1e-5 * b.abs().max().clamp(min=1e-3), path
+
+
+def test_replicas_differ() -> None:
+    with torch.no_grad():
+        trainings, servers = zip(*(replica(FedAvg(), Vectorized(CPU, 64), s) for s in SEEDS), strict=True)
+        (row,) = together(trainings, servers, 0, 1)
+    assert len({one.ids for one in row}) > 1
+    assert not torch.equal(*(one.server.params["0.weight"] for one in row[:2]))
