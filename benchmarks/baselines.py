@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from apiece import Experiment, catalog, run, tune
+from apiece import Experiment, catalog, tune
+from apiece.session import run_replicas
 from apiece.wrappers import WRAPPERS
 from benchmarks.claims import all_clients
 
@@ -50,7 +51,7 @@ def measure(row: str, out: Path, trials: int) -> Path:
     scores: dict[str, list[dict[str, float]]] = {}
     for partition in PARTITIONS:
         described = replace(found.experiment, partition=partition)
-        scores[partition] = [all_clients(run(replace(described, seed=seed))) for seed in SEEDS]
+        scores[partition] = [all_clients(one) for one in run_replicas(described, dict.fromkeys(SEEDS))]
     figures = {
         "row": row,
         "settings": found.settings,

@@ -1,11 +1,14 @@
 """Replicas that go together against each of them alone."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from apiece import Method, Recipe, tree
+from apiece import ApieceError, Experiment, Method, Recipe, resume, run, tree
 from apiece.engines.base import Engine
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
@@ -16,6 +19,7 @@ from apiece.methods.fedec import FedEC
 from apiece.methods.l2gd import L2GD
 from apiece.methods.scaffold import Scaffold
 from apiece.random import fold
+from apiece.session import run_replicas
 from apiece.store import Store
 from apiece.train import Training, together
 from apiece.tree import Tree
@@ -74,9 +78,7 @@ def test_each_replica_is_as_it_would_be_alone(method: Method, engine: Engine) ->
                 assert (ours.bytes_up, ours.bytes_down) == (one.bytes_up, one.bytes_down)
                 assert ours.finite.tolist() == one.finite.tolist()
                 assert_close((ours.server, ours.metrics), (one.server, one.metrics))
-            assert_close(
-                states(trainings[at], rounds[-1][at].server), states(training, expected[-1].server)
-            )
+            assert_close(states(trainings[at], rounds[-1][at].server), states(training, expected[-1].server))
 
 
 def assert_close(ours: Tree, theirs: Tree) -> None:
@@ -93,3 +95,42 @@ def test_replicas_differ() -> None:
         (row,) = together(trainings, servers, 0, 1)
     assert len({one.ids for one in row}) > 1
     assert not torch.equal(*(one.server.params["0.weight"] for one in row[:2]))
+
+
+def test_folders_are_those_of_separate_runs(tmp_path: Path) -> None:
+    """Same cohorts and partition, models within 1e-5, scores within one test example; each is finished."""
+    experiment = Experiment(
+        method="fedec", clients=8, cohort=3, rounds=4, evaluate_every=2, engine="vectorized", threads=1
+    )
+    run_replicas(experiment, {seed: tmp_path / f"together-{seed}" for seed in SEEDS})
+    for seed in SEEDS:
+        run(replace(experiment, seed=seed), tmp_path / f"alone-{seed}")
+        one, other = (tmp_path / f"{kind}-{seed}" for kind in ("together", "alone"))
+        for name in ("experiment.toml", "cohorts.csv", "partition.csv"):
+            assert (one / name).read_text() == (other / name).read_text()
+        ours, theirs = (load_file(folder / "model" / "initial.safetensors") for folder in (one, other))
+        assert_close(ours, theirs)
+        files = {path.name for path in one.iterdir()}
+        assert files == {path.name for path in other.iterdir()}
+        scores = [json.loads((folder / "summary.json").read_text())["seen"] for folder in (one, other)]
+        assert abs(scores[0]["personalized"] - scores[1]["personalized"]) < 0.01
+        with pytest.raises(ApieceError, match="is finished"):
+            resume(one)
+
+
+def test_an_interrupted_replica_goes_on_alone(tmp_path: Path) -> None:
+    experiment = Experiment(
+        clients=8, cohort=3, rounds=4, evaluate_every=2, checkpoint_every=2, engine="vectorized", threads=1
+    )
+    places = {0: tmp_path / "a", 1: tmp_path / "b"}
+    run_replicas(experiment, {0: tmp_path / "whole", 1: tmp_path / "other"})
+
+    def stop(done: int, scores: object) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_replicas(experiment, places, stop)
+    resume(places[0])
+    ours, theirs = (load_file(tmp_path / name / "model" / "initial.safetensors") for name in ("a", "whole"))
+    assert_close(ours, theirs)

@@ -159,7 +159,7 @@ def test_the_first_trial_is_the_defaults_scored_as_a_run_would_be() -> None:
     scores: dict[str, list[float]] = {"initial": [], "personalized": []}
     for seed in (0, 3):
         session = prepare(replace(BASE, seed=seed), None, None, dealt=data)
-        group = carry_out(session, lambda done, groups: None).summary["seen"]
+        group = carry_out(session, lambda done, groups: None)[0].summary["seen"]
         for score, values in scores.items():
             values.append(group[score])
     for score, values in scores.items():

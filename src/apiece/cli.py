@@ -201,8 +201,20 @@ def compare(
     }
     plan = _on_equal_data(plan)
     folder = flags["out"] or _free_folder("compare", base.data)
+    again = f"the same command and --out {folder}"
+    for name in names:
+        fresh = {
+            described.seed: folder / place
+            for place, described in plan.items()
+            if described.method == name and not (folder / place / "experiment.toml").exists()
+        }
+        first = next(described for described in plan.values() if described.method == name)
+        if len(fresh) > 1 and session.side_by_side(first):
+            title = f"{name} seeds {', '.join(map(str, fresh))}"
+            with terminal.bar(title, first.rounds, flags["json"], folder, again) as tick:
+                session.run_replicas(first, fresh, tick)
     for place, described in plan.items():
-        title, again = f"{described.method} seed {described.seed}", f"the same command and --out {folder}"
+        title = f"{described.method} seed {described.seed}"
         with terminal.bar(title, described.rounds, flags["json"], folder / place, again) as tick:
             session.run_or_resume(described, folder / place, tick)
     terminal.show_runs([folder / place for place in plan], folder, flags["json"])

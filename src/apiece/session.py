@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from apiece import data as datasets
 from apiece import experiment as experiments
 from apiece import folder as files
-from apiece.choice import Choice
+from apiece.choice import Choice, pick_device
 from apiece.data.federated import Examples, Federated, Ints
 from apiece.errors import ApieceError
 from apiece.evaluate import Pair
@@ -27,7 +27,7 @@ from apiece.method import Server
 from apiece.params import Params
 from apiece.prepare import Session, fingerprint, load_data, prepare
 from apiece.record import Groups, Scored
-from apiece.train import Closed, refuse_nan
+from apiece.train import Closed, refuse_nan, together
 
 log = logging.getLogger("apiece")
 
@@ -64,7 +64,7 @@ def run(
     """
     experiment = absolute(experiment).with_proxy()
     if out is None:
-        return carry_out(prepare(experiment, None, None, data), progress)
+        return carry_out(prepare(experiment, None, None, data), progress)[0]
     folder = Path(out)
     with _claimed(folder):
         if data is not None:
@@ -73,10 +73,42 @@ def run(
         session = prepare(experiment, folder, None, data)
         if data is not None:
             datasets.save(saved, data)
-        files.write_text(folder / "experiment.toml", session.experiment.to_toml())
-        files.write_csv(folder / "partition.csv", PARTITION_COLUMNS, _partition(session))
-        files.write_json(folder / "engine.json", asdict(session.choice))
-        return carry_out(session, progress)
+        _describe(session)
+        return carry_out(session, progress)[0]
+
+
+def side_by_side(experiment: Experiment) -> bool:
+    """Are replicas faster together? On a GPU, which one run leaves idle much of the time."""
+    return pick_device(experiment.device).type == "cuda" and experiment.engine != "sequential"
+
+
+def run_replicas(
+    experiment: Experiment,
+    places: Mapping[int, Path | None],
+    progress: Progress = lambda done, scores: None,
+) -> list[Result]:
+    """Run an experiment with several seeds side by side, each seed's files left in its place."""
+    experiment = absolute(experiment).with_proxy()
+    sessions: list[Session] = []
+    with ExitStack() as claims:
+        for seed, folder in places.items():
+            if folder is not None:
+                claims.enter_context(_claimed(folder))
+            beside = sessions[0] if sessions else None
+            sessions.append(prepare(replace(experiment, seed=seed), folder, None, beside=beside))
+        for session in sessions:
+            if session.record.folder is not None:
+                _describe(session)
+        return carry_out(sessions[0], progress, *sessions[1:])
+
+
+def _describe(session: Session) -> None:
+    """What is known before round 0, into the run's folder."""
+    folder = session.record.folder
+    assert folder is not None
+    files.write_text(folder / "experiment.toml", session.experiment.to_toml())
+    files.write_csv(folder / "partition.csv", PARTITION_COLUMNS, _partition(session))
+    files.write_json(folder / "engine.json", asdict(session.choice))
 
 
 def resume(out: str | Path, progress: Progress = lambda done, scores: None) -> Result:
@@ -89,7 +121,7 @@ def resume(out: str | Path, progress: Progress = lambda done, scores: None) -> R
     with files.locked(folder):
         if (folder / "summary.json").exists():
             raise ApieceError(f"{folder} is finished: see it with: apiece report {folder} -o report.html")
-        return carry_out(reopen(folder), progress)
+        return carry_out(reopen(folder), progress)[0]
 
 
 def run_or_resume(experiment: Experiment, folder: Path, progress: Progress) -> None:
@@ -185,51 +217,69 @@ def _claimed(folder: Path) -> Iterator[None]:
             raise
 
 
-@torch.no_grad()
-def carry_out(session: Session, progress: Progress) -> Result:
-    """All rounds from the last checkpoint on, evaluated, logged and checkpointed as they close."""
-    s, e, record, store = session, session.experiment, session.record, session.federation.store
-    begin, server = record.open(session.server, session.engine.device)
-    store.open(begin)
-    scored: list[Scored] = []
-    if begin == 0:
-        scored = s.scores(server, 0)
-        record.beginning(scored)
-    progress(begin, scored[0].groups if scored else None)
-    pending: list[Closed] = []
-    for closed in s.training.rounds(server, begin, e.rounds):
-        server, done = closed.server, closed.round.index + 1
-        pending.append(closed._replace(server=None))
+class _Book:
+    """A run as its rounds close: evaluated, logged and checkpointed when it is time."""
+
+    def __init__(self, session: Session, progress: Progress) -> None:
+        self.session, self._progress = session, progress
+        self.begin, self.server = session.record.open(session.server, session.engine.device)
+        session.federation.store.open(self.begin)
+        self._scored: list[Scored] = []
+        self._pending: list[Closed] = []
+        if self.begin == 0:
+            self._scored = session.scores(self.server, 0)
+            session.record.beginning(self._scored)
+        progress(self.begin, self._scored[0].groups if self._scored else None)
+
+    def close(self, closed: Closed) -> None:
+        s, e, record = self.session, self.session.experiment, self.session.record
+        self.server, done = closed.server, closed.round.index + 1
+        self._pending.append(closed._replace(server=None))
         measure = done % e.evaluate_every == 0 or done == e.rounds
         save = done % e.checkpoint_every == 0 or done == e.rounds
-        scored = []
+        self._scored = []
         # On a GPU nothing is read back between these points: the rounds queue up behind each other.
         if measure or save or s.engine.device.type == "cpu":
             if e.on_nan == "stop":
-                refuse_nan(pending, _kept(record.folder))
+                refuse_nan(self._pending, _kept(record.folder))
             if measure:
-                scored = s.scores(server, done)
-                record.clients(scored)
-            record.rounds(pending, scored)
-            pending = []
+                self._scored = s.scores(self.server, done)
+                record.clients(self._scored)
+            record.rounds(self._pending, self._scored)
+            self._pending = []
         if save:
-            record.checkpoint(done, server, store)
-        progress(done, scored[0].groups if scored else None)
-    if not scored:
-        scored = s.scores(server, e.rounds)
-        record.clients(scored)
-    facts = {
-        "method": e.method,
-        "seed": e.seed,
-        "engine": s.choice.engine,
-        "device": s.choice.device,
-        "rounds": e.rounds,
-        "metric": s.federation.task.headline,
-        "id": e.id,
-    }
-    if record.folder is not None:
-        write_model(record.folder / "model", s, s.newcomer(server, e.rounds))
-    return Result(record.summary(facts, scored), scored[0].pairs, scored[0].ids, s, server)
+            record.checkpoint(done, self.server, s.federation.store)
+        self._progress(done, self._scored[0].groups if self._scored else None)
+
+    def end(self) -> Result:
+        s, e, record = self.session, self.session.experiment, self.session.record
+        scored = self._scored
+        if not scored:
+            scored = s.scores(self.server, e.rounds)
+            record.clients(scored)
+        facts = {
+            "method": e.method,
+            "seed": e.seed,
+            "engine": s.choice.engine,
+            "device": s.choice.device,
+            "rounds": e.rounds,
+            "metric": s.federation.task.headline,
+            "id": e.id,
+        }
+        if record.folder is not None:
+            write_model(record.folder / "model", s, s.newcomer(self.server, e.rounds))
+        return Result(record.summary(facts, scored), scored[0].pairs, scored[0].ids, s, self.server)
+
+
+@torch.no_grad()
+def carry_out(session: Session, progress: Progress, *beside: Session) -> list[Result]:
+    """All rounds from the last checkpoint on; of replicas `beside` it in the same program."""
+    books = [_Book(session, progress), *(_Book(other, lambda done, scores: None) for other in beside)]
+    trainings, servers = [book.session.training for book in books], [book.server for book in books]
+    for closed in together(trainings, servers, books[0].begin, session.experiment.rounds):
+        for book, one in zip(books, closed, strict=True):
+            book.close(one)
+    return [book.end() for book in books]
 
 
 def write_model(folder: Path, session: Session, params: Params) -> None:

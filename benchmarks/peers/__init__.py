@@ -1,0 +1,68 @@
+"""What the rounds of apiece are compared with. Each does the same work, written as its own manual would.
+
+`plain` runs beside apiece in one process; the others, where they are installed, in a process of their own:
+`python -m benchmarks.peers WORK.json ANSWER.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from apiece import models, random
+from apiece.data.federated import Examples, Federated, federate
+from apiece.task import Dropout
+
+SHAPE = (1, 28, 28)
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """A round of FedAvg with SGD: `cohort` of the clients, each with its own number of random examples."""
+
+    model: str
+    sizes: tuple[int, ...]
+    cohort: int
+    batch: int
+    epochs: int = 1
+    classes: int = 62
+    lr: float = 0.05
+
+    def data(self) -> Federated:
+        draw = np.random.default_rng(SEED)
+        x = draw.normal(size=(sum(self.sizes), *SHAPE)).astype(np.float32)
+        y = draw.integers(0, self.classes, len(x))
+        parts = [np.arange(a, b) for a, b in pairwise(np.cumsum((0, *self.sizes)))]
+        labels, names = ([str(i) for i in range(n)] for n in (self.classes, len(self.sizes)))
+        examples = Examples(x, y, self.classes, tuple(labels))
+        return federate(examples, parts, names, key=SEED, test=0.0, unseen=0.0)
+
+    def network(self) -> nn.Module:
+        """The model as a plain module with PyTorch's own dropout, where a run of apiece with seed 0 begins."""
+        task = models.build(self.model, SHAPE, self.classes)
+        module = task.factory()
+        for name, layer in module.named_children():
+            if isinstance(layer, Dropout):
+                setattr(module, name, nn.Dropout(layer.p))
+        module.load_state_dict(dict(task.init(random.fold(SEED, "apiece", "params"))))
+        return module
+
+
+class Done(NamedTuple):
+    """A round that is over."""
+
+    examples: int  # trained on
+    params: Mapping[str, Tensor]  # the server's
+
+
+def distance(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
+    """How far the server has moved: about equal for all that do the same work."""
+    squares = [(after[name].cpu() - p.cpu()).double().square().sum() for name, p in before.items()]
+    return float(torch.stack(squares).sum().sqrt())

@@ -1,0 +1,39 @@
+"""FedAvg as a loop in plain PyTorch: one client after another, the data on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.peers import Done, Work
+
+
+def rounds(
+    work: Work, device: torch.device, cohort: Callable[[int], Sequence[int]] | None = None
+) -> Iterator[Done]:
+    """Round after round; `cohort(round)` says who takes part, everyone where it is absent."""
+    data = work.data().to(device)
+    clients = [torch.as_tensor(data.train[client], device=device) for client in range(data.population)]
+    server, local = (work.network().to(device) for _ in range(2))
+    round = 0
+    while True:
+        chosen = range(data.population) if cohort is None else cohort(round)
+        total = sum(len(clients[client]) for client in chosen)
+        average = {name: torch.zeros_like(p) for name, p in server.state_dict().items()}
+        for client in chosen:
+            rows = clients[client]
+            local.load_state_dict(server.state_dict())
+            optimizer = torch.optim.SGD(local.parameters(), lr=work.lr)
+            for _ in range(work.epochs):
+                order = rows[torch.randperm(len(rows), device=device)]
+                for batch in order.split(work.batch):
+                    optimizer.zero_grad()
+                    F.cross_entropy(local(data.x[batch]), data.y[batch]).backward()
+                    optimizer.step()
+            for name, p in local.state_dict().items():
+                average[name].add_(p, alpha=len(rows) / total)
+        server.load_state_dict(average)
+        yield Done(total, {name: p.detach().clone() for name, p in server.state_dict().items()})
+        round += 1
