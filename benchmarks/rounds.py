@@ -39,7 +39,7 @@ from apiece import ApieceError, Experiment, random
 from apiece.choice import Choice, pick_device
 from apiece.data.federated import Examples
 from apiece.data.partition import deal
-from apiece.engines.base import cut
+from apiece.engines.base import Engine, ceiling, cut
 from apiece.engines.capture import Captured
 from apiece.engines.vectorized import Vectorized
 from apiece.optim import DEFAULT, Recipe
@@ -50,6 +50,7 @@ from benchmarks.population import processor
 ROOT = Path(__file__).parents[1]
 MODELS = {"tff_cnn": "tff_cnn", "lenet": "lenet", "mlp": "mlp(hidden=(512, 256))", "logistic": "logistic"}
 ENGINES = ("sequential", "vectorized", "processes")
+POWER_LAW = "power-law"
 AUTO, PLAIN = "ours", "plain PyTorch"
 RAGGED, SAMPLED = "ours, ragged clients", "ours, ragged clients, drawn anew"
 PEERS = {  # module, packages it needs, name in the table
@@ -63,6 +64,7 @@ OFFLINE = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 POWER = "power:1.1"  # the spread of P5's MNIST clients: mean 69, standard deviation 106
+SLOW = 500.0  # ms: rounds as long need no long warm-up
 TOLERANCE = 0.1  # between the first steps of rows that draw other batches and other masks
 
 
@@ -77,16 +79,17 @@ class Plan:
     warm: int
     blocks: int
     seconds: float  # a block lasts about as long, and a round at the least
+    threads: int  # of PyTorch, at the most
     small: bool = False
 
     @staticmethod
     def full(device: torch.device, blocks: int) -> Plan:
         on_gpu = device.type == "cuda"
-        return Plan(device, 64 if on_gpu else 16, 200, 20, 3 if on_gpu else 2, blocks, 0.3)
+        return Plan(device, 64 if on_gpu else 16, 200, 20, 3 if on_gpu else 2, blocks, 0.3, cores())
 
     @staticmethod
     def tiny() -> Plan:
-        return Plan(torch.device("cpu"), 2, 9, 4, 1, 2, 0.0, small=True)
+        return Plan(torch.device("cpu"), 2, 8, 4, 1, 1, 0.0, 1, small=True)
 
     def work(self, model: str) -> Work:
         """The round of a column."""
@@ -129,29 +132,42 @@ class Row:
     session: Session | None = None
     per_block: int = 1
     blocks: list[float] = field(default_factory=list)  # ms per round
+    cpu: list[float] = field(default_factory=list)  # of them, on the cores of this process
     examples: list[float] = field(default_factory=list)  # trained on per round
 
-    def run(self, count: int, device: torch.device) -> tuple[float, Done]:
-        """(ms, the last of so many rounds), the device idle before and after."""
+    def run(self, count: int, device: torch.device) -> Done:
+        """So many rounds, measured, the device idle before and after; the last of them."""
         torch.set_num_threads(self.threads)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.deterministic = self.deterministic
         torch.backends.cudnn.benchmark = not self.deterministic
         _wait(device)
-        begin, examples = time.perf_counter(), 0
+        begin, busy, examples = time.perf_counter(), time.process_time(), 0
         for _ in range(count):
             done = next(self.rounds)
             examples += done.examples
         _wait(device)
-        milliseconds = 1e3 * (time.perf_counter() - begin)
+        self.blocks.append(1e3 * (time.perf_counter() - begin) / count)
+        self.cpu.append(1e3 * (time.process_time() - busy) / count)
         self.examples.append(examples / count)
-        return milliseconds, done
+        return done
+
+    def forget(self) -> None:
+        """What was measured so far was the warm-up."""
+        self.blocks, self.cpu, self.examples = [], [], []
 
     def figures(self) -> dict[str, Any]:
         if self.session is not None and isinstance(engine := self.session.training.engine, Captured):
             self.facts["captures"] = engine.captures
-        measured = {"rounds_per_block": self.per_block, "blocks_ms": self.blocks, "examples": self.examples}
-        return {"ms": median(self.blocks), **measured, "threads": self.threads, **self.facts}
+        return {
+            "ms": median(self.blocks),
+            "rounds_per_block": self.per_block,
+            "blocks_ms": self.blocks,
+            "blocks_cpu_ms": self.cpu,
+            "examples": self.examples,
+            "threads": self.threads,
+            **self.facts,
+        }
 
 
 def _wait(device: torch.device) -> None:
@@ -163,22 +179,21 @@ def measure(rows: list[Row], work: Work, plan: Plan, per_block: int = 0) -> None
     """Warm every row up, then time blocks of rounds, the rows by turns."""
     start = work.network().state_dict()
     for row in rows:
-        _, first = row.run(1, plan.device)
-        row.facts["moved"] = distance(start, first.params)
-        last = 0.0
+        row.facts["moved"] = distance(start, row.run(1, plan.device).params)
         for _ in range(plan.warm):
-            last, _ = row.run(1, plan.device)
-        row.per_block = per_block or min(max(1, round(1e3 * plan.seconds / max(last, 1e-3))), 100)
-        row.examples = []
+            row.run(1, plan.device)
+            if row.blocks[-1] > SLOW:
+                break
+        row.per_block = per_block or min(max(1, round(1e3 * plan.seconds / row.blocks[-1])), 100)
+        row.forget()
     for _ in range(plan.blocks):
         for row in rows:
-            taken, _ = row.run(row.per_block, plan.device)
-            row.blocks.append(taken / row.per_block)
+            row.run(row.per_block, plan.device)
 
 
 def prepared(work: Work, plan: Plan, engine: str, choice: Choice | None = None) -> Session:
     """A run of apiece, made ready as `apiece run` would."""
-    torch.set_num_threads(cores())
+    torch.set_num_threads(plan.threads)
     local = {"lr": work.lr, "batch_size": work.batch, "epochs": work.epochs}
     experiment = Experiment(
         method="fedavg",
@@ -208,7 +223,7 @@ def _rounds(session: Session) -> Iterator[Done]:
 
 def plain_rows(work: Work, plan: Plan, cohort: Callable[[int], Sequence[int]] | None = None) -> list[Row]:
     """On a CPU with one thread and with all: which is faster depends on the model."""
-    counts = sorted({1, cores()}, reverse=True) if plan.device.type == "cpu" else [torch.get_num_threads()]
+    counts = sorted({1, plan.threads}, reverse=True) if plan.device.type == "cpu" else [plan.threads]
     names = [PLAIN if count == max(counts) else f"{PLAIN}, 1 thread" for count in counts]
     pairs = zip(names, counts, strict=True)
     return [Row(name, plain.rounds(work, plan.device, cohort), count, False) for name, count in pairs]
@@ -225,26 +240,24 @@ def column(model: str, plan: Plan, peers: list[str], profiled: bool) -> dict[str
     auto = prepared(work, plan, "auto")
     rows = [*plain_rows(work, plan), ours(AUTO, auto)]
     missing: dict[str, str] = {}
+    on_gpu = plan.device.type == "cuda"
     for engine in ENGINES:
+        if on_gpu and engine == auto.choice.engine:
+            continue  # the same thing twice: on a CPU they may differ in their threads
         try:
-            session = prepared(work, plan, engine)
+            rows.append(ours(f"ours, {engine}", prepared(work, plan, engine)))
         except ApieceError as error:
             missing[f"ours, {engine}"] = str(error)
-        else:
-            rows.append(ours(f"ours, {engine}", session))
-    if plan.device.type == "cuda":
+    if on_gpu:
         library = replace(auto.choice, layers={})
         rows.append(ours("ours, layers by PyTorch", prepared(work, plan, "auto", library)))
         rows.append(ours("ours, without CUDA graphs", without_graphs(auto)))
-    measure(rows, work, plan)
-    ragged = []
     for name, times in ((RAGGED, 1), (SAMPLED, 4)):
         uneven = plan.ragged(model, times)
-        row = ours(name, prepared(uneven, plan, "auto", auto.choice))
-        measure([row], uneven, plan)
-        row.facts["padding"] = waste(uneven, auto.engine.limit)
-        ragged.append(row)
-    found = {row.name: row.figures() for row in (*rows, *ragged)}
+        rows.append(ours(name, prepared(uneven, plan, "auto", auto.choice)))
+        rows[-1].facts["padding"] = waste(uneven, auto.engine)
+    measure(rows, work, plan)
+    found = {row.name: row.figures() for row in rows}
     found |= {name: {"missing": why} for name, why in missing.items()}
     best = min((row for row in rows if row.name.startswith(PLAIN)), key=lambda row: median(row.blocks))
     found |= {PEERS[peer][2]: beside(peer, work, plan, best.threads) for peer in peers}
@@ -264,7 +277,9 @@ def power_column(plan: Plan) -> dict[str, Any]:
     rows = [*plain_rows(work, plan, cohort), ours(AUTO, auto)]
     measure(rows, work, plan, per_block=1 if plan.small else 5)
     found = {row.name: row.figures() for row in rows}
-    padding = {f"cohorts of {size}": waste(replace(work, cohort=size), 64) for size in {10, work.cohort}}
+    padding = {
+        f"cohorts of {size}": waste(replace(work, cohort=size), auto.engine) for size in {10, work.cohort}
+    }
     return {"work": described(work), "rows": found, "ratios": ratios(found), "padding": padding}
 
 
@@ -275,26 +290,31 @@ def described(work: Work) -> dict[str, Any]:
     return {**asdict(work), **short, "sizes": [min(sizes), max(sizes)], "shape": SHAPE}
 
 
-def waste(work: Work, limit: int, cohorts: int = 100) -> dict[str, float]:
-    """Padded steps per real one over drawn cohorts, as apiece cuts them into chunks and in a single chunk."""
+def waste(work: Work, engine: Engine, cohorts: int = 100) -> dict[str, float]:
+    """Padded steps per real one over drawn cohorts: in the engine's chunks, rounded up, in a single chunk."""
     recipe = Recipe(batch_size=work.batch, epochs=work.epochs).over(DEFAULT)
-    cut_up, whole, chunks = [], [], []
+    rounds_up = isinstance(engine, Captured)
+    cut_up, computed, whole, chunks = [], [], [], []
     for index in range(cohorts):
         key = random.fold(SEED, "padding", index)
         sizes = [
             work.sizes[i] for i in random.choose(key, min(work.cohort, len(work.sizes)), len(work.sizes))
         ]
         steps = [math.ceil(size / work.batch) for size in sizes]
-        parts = cut(sizes, recipe, limit)
-        padded = sum(len(part) * max(steps[at] for at in part) for part in parts)
-        cut_up.append(padded / sum(steps))
+        parts = cut(sizes, recipe, engine.limit, engine.overhead)
+        shapes = [(len(part), max(steps[at] for at in part)) for part in parts]
+        cut_up.append(sum(clients * longest for clients, longest in shapes) / sum(steps))
+        if rounds_up:
+            shapes = [(ceiling(clients, digits=4), ceiling(longest)) for clients, longest in shapes]
+        computed.append(sum(clients * longest for clients, longest in shapes) / sum(steps))
         whole.append(len(steps) * max(steps) / sum(steps))
         chunks.append(len(parts))
     return {
+        "chunks": fmean(chunks),
         "waste": fmean(cut_up),
         "most_waste": max(cut_up),
+        "waste_with_rounding": fmean(computed),
         "waste_in_one_chunk": fmean(whole),
-        "chunks": fmean(chunks),
     }
 
 
@@ -373,7 +393,8 @@ def profile(rows: list[Row], plan: Plan, rounds: int = 3) -> list[dict[str, Any]
         if taken > 0:
             figures = {"ms": taken / 1e3 / rounds, "launches": event.count / rounds}
             found.append({"kernel": event.key[:90], **figures})
-    row.examples.pop()
+    for measured in (row.blocks, row.cpu, row.examples):
+        measured.pop()
     return sorted(found, key=lambda line: -line["ms"])
 
 
@@ -409,15 +430,17 @@ def _digits(value: float) -> str:
 
 
 def padding_table(columns: dict[str, dict[str, Any]]) -> str:
-    lines = ["| padded steps per real step | chunks | in chunks | the worst of 100 cohorts | in one chunk |"]
-    lines.append("|---|---:|---:|---:|---:|")
+    heads = ("chunks", "padding", "the worst", "with shapes rounded up", "in a single chunk")
+    lines = [
+        f"| padded steps per real step, 100 cohorts | {' | '.join(heads)} |",
+        "|---|" + "---:|" * len(heads),
+    ]
     for name, c in columns.items():
         found = dict(c.get("padding", {}))
         if RAGGED in c["rows"]:
             found["ragged clients"] = c["rows"][RAGGED]["padding"]
-        for what, p in found.items():
-            figures = (p["chunks"], p["waste"], p["most_waste"], p["waste_in_one_chunk"])
-            lines.append(f"| {name}, {what} | {' | '.join(f'{figure:.2f}' for figure in figures)} |")
+        for what, figures in found.items():
+            lines.append(f"| {name}, {what} | {' | '.join(f'{x:.2f}' for x in figures.values())} |")
     return "\n".join(lines)
 
 
@@ -479,7 +502,7 @@ def version(package: str) -> str | None:
         return None
 
 
-def surroundings(device: torch.device) -> dict[str, Any]:
+def surroundings(device: torch.device, arguments: list[str]) -> dict[str, Any]:
     code, changed = commit()
     packages = (
         "torch",
@@ -490,7 +513,7 @@ def surroundings(device: torch.device) -> dict[str, Any]:
     )
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.rounds", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.rounds", *arguments]),
         "machine": {
             "cpu": processor(),
             "cores": cores(),
@@ -508,12 +531,14 @@ def surroundings(device: torch.device) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where to leave every figure")
-    parser.add_argument("--models", choices=MODELS, nargs="+", help="all of them, logistic on a CPU only")
+    parser.add_argument(
+        "--models", choices=[*MODELS, POWER_LAW], nargs="+", help="all of them, logistic on a CPU only"
+    )
     parser.add_argument("--with", dest="peers", default=",".join(PEERS), help="other simulators (pfl,flower)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--blocks", type=int, default=5, help="figures are medians over so many blocks")
@@ -522,7 +547,7 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="also what the device is busy with")
     parser.add_argument("--page", type=Path, help="measure nothing: fill this page from --json or results/")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.page is not None:
         files = [options.json] if options.json else sorted((ROOT / "results").glob("rounds-*.json"))
         page = fill(options.page.read_text(), [json.loads(file.read_text()) for file in files])
@@ -532,18 +557,18 @@ def main() -> None:
     if unknown := set(peers) - set(PEERS):
         parser.error(f"--with knows {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
     plan = Plan.tiny() if options.small else Plan.full(pick_device(options.device), options.blocks)
-    facts = surroundings(plan.device)
-    models = options.models or [name for name in MODELS if name != "logistic" or plan.device.type == "cpu"]
-    columns: dict[str, Any] = {}
-    for name in models:
-        columns[name] = column(name, plan, peers, options.profile)
-        print(f"{name}: {_digits(columns[name]['rows'][AUTO]['ms'])} ms", file=sys.stderr, flush=True)
-    columns["power law"] = power_column(plan)
-    facts |= {"columns": columns}
-    facts["machine"]["load_after"] = os.getloadavg()
+    facts = surroundings(plan.device, sys.argv[1:] if arguments is None else arguments)
+    on_cpu = plan.device.type == "cpu"
+    names = options.models or [name for name in (*MODELS, POWER_LAW) if on_cpu or name != "logistic"]
+    facts["columns"] = {}
+    for name in names:
+        found = power_column(plan) if name == POWER_LAW else column(name, plan, peers, options.profile)
+        facts["columns"][name] = found
+        facts["machine"]["load_after"] = os.getloadavg()
+        print(f"{name}: {_digits(found['rows'][AUTO]['ms'])} ms", file=sys.stderr, flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     print(told(facts))
-    if options.json is not None:
-        options.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

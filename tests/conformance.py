@@ -27,7 +27,13 @@ def every_method() -> list[str]:
 
 def server_params(engine: str, device: str, model: str) -> dict[str, torch.Tensor]:
     experiment = Experiment(
-        model=model, rounds=5, partition="dirichlet:0.3", engine=engine, device=device, threads=1
+        model=model,
+        rounds=5,
+        partition="dirichlet:0.3",
+        engine=engine,
+        device=device,
+        threads=1,
+        precision="fp32",
     )
     return {name: p.double().cpu() for name, p in run(experiment).server.params.items()}
 

@@ -556,7 +556,7 @@ def test_lists() -> None:
     assert {"fedavg", "local", "reptile", "elastic"} <= {
         row["name"] for row in apiece("methods", "--json").json
     }
-    assert {row["name"] for row in apiece("datasets", "--json").json} == {"digits", "synthetic"}
+    assert {row["name"] for row in apiece("datasets", "--json").json} == {"digits", "synthetic", "population"}
     assert {"logistic", "svm", "mlp", "cnn"} <= {row["name"] for row in apiece("models", "--json").json}
     assert "elastic(…)" in apiece("methods").out
     assert "PATH" in apiece("datasets").out

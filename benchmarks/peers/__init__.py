@@ -45,7 +45,7 @@ class Work:
         return federate(examples, parts, names, key=SEED, test=0.0, unseen=0.0)
 
     def network(self) -> nn.Module:
-        """The model as a plain module with PyTorch's own dropout, where a run of apiece with seed 0 begins."""
+        """The model as a plain module with PyTorch's own dropout, as a run of apiece with seed 0 begins."""
         task = models.build(self.model, SHAPE, self.classes)
         module = task.factory()
         for name, layer in module.named_children():

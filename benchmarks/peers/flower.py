@@ -1,4 +1,4 @@
-"""Flower's simulation: a ServerApp with FedAvg and a ClientApp, in a pool of Ray actors, one for each core."""
+"""Flower's simulation: a ServerApp with FedAvg and a ClientApp, in a pool of Ray actors, one per core."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -83,5 +84,5 @@ def measure(work: Work, warm: int, rounds: int) -> tuple[list[float], Mapping[st
     init = {"num_cpus": actors, "log_to_driver": False, "logging_level": "ERROR"}
     config = {"client_resources": resources, "init_args": init}
     run_simulation(server, app, num_supernodes=len(work.sizes), backend_config=config)
-    times = [1e3 * (after - before) for before, after in zip(stamps, stamps[1:], strict=False)]
+    times = [1e3 * (after - before) for before, after in pairwise(stamps)]
     return times[warm:], first

@@ -56,7 +56,9 @@ def measure(work: Work, warm: int, rounds: int) -> tuple[list[float], Mapping[st
     module = _Measured(work.network()).to(device)
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
     backend = SimulatedBackend(source, source, postprocessors=[WeightByDatapoints()])
-    algorithm, times, first = FederatedAveraging(), [], {}
+    times: list[float] = []
+    first: dict[str, Tensor] = {}
+    algorithm = FederatedAveraging()
     train = NNTrainHyperParams(
         local_batch_size=work.batch, local_num_epochs=work.epochs, local_learning_rate=work.lr
     )

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from apiece import random, tree
 from apiece.data.federated import Examples, Federated, federate
 from apiece.engines.base import Engine, Member, client_phase
+from apiece.engines.capture import vectorized
 from apiece.engines.sequential import Sequential
-from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
 from apiece.method import Broadcast, Method, Reply, Round, Server, Wrapper, inner_methods
 from apiece.params import Params
@@ -307,7 +307,7 @@ def _arguments_unchanged(world: _World) -> Iterator[str]:
 
 def _engines_agree(world: _World) -> Iterator[str]:
     device = world.task.device
-    turns = zip(world.play(Sequential(device)), world.play(Vectorized(device, len(SIZES))), strict=True)
+    turns = zip(world.play(Sequential(device)), world.play(vectorized(device, len(SIZES))), strict=True)
     for index, (one, many) in enumerate(turns):
         gap, path = _distance(one, many)
         if gap > TOLERANCE:
@@ -337,7 +337,7 @@ def _rounds_differ(world: _World) -> Iterator[str]:
 
 def _isolated(world: _World) -> Iterator[str]:
     """Another client's NaN must not reach this one's reply."""
-    engine = Vectorized(world.task.device, len(SIZES))
+    engine = vectorized(world.task.device, len(SIZES))
     poisoned = world.data.x.clone()
     poisoned[world.data.train[5]] = torch.nan
     states = []

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
 from apiece.engines.base import Engine, Federation, Member, client_phase
-from apiece.engines.capture import Captured
+from apiece.engines.capture import vectorized
+from apiece.engines.processes import Processes
 from apiece.engines.sequential import Sequential
-from apiece.engines.vectorized import Vectorized
 from apiece.errors import ApieceError
-from apiece.evaluate import models
+from apiece.evaluate import evaluate
 from apiece.method import Server
 from apiece.sample import Cohort
-from apiece.shard import Rows, Shard
-from apiece.spec import OneBatch
+from apiece.shard import Batch, Rows, Shard
 from apiece.train import Training
 
 PROBED_CLIENTS = 8
+CLOSE = 4.0, 1.5  # times the fastest on one batch, in a round: what is slower is not measured again
+SHARE, LEAST, MOST = 0.1, 1.0, 10.0  # of a run, for that comparison; in seconds at least, at most
+REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class Choice:
     engine: str
     device: str
     chunk: int
-    threads: int
+    threads: int  # of each process
+    processes: int  # that compute clients; 1: this one
     layers: dict[str, str]  # those not computed PyTorch's own way, and how
     store: str
     data: str  # a hash of the examples
@@ -37,10 +44,23 @@ class Choice:
     reason: str
 
 
-def build(name: str, device: torch.device, chunk: int) -> Engine:
-    if name == "sequential":
+class Option(NamedTuple):
+    """A way to compute clients."""
+
+    engine: str
+    threads: int
+    processes: int = 1
+
+    def __str__(self) -> str:
+        if self.engine == Processes.name:
+            return f"{self.processes} processes"
+        return f"{self.engine} with {self.threads} thread{'s' * (self.threads > 1)}"
+
+
+def build(name: str, device: torch.device, chunk: int, processes: int = 1) -> Engine:
+    if name == Sequential.name:
         return Sequential(device)
-    return Captured(device, chunk) if device.type == "cuda" else Vectorized(device, chunk)
+    return Processes(device, processes) if name == Processes.name else vectorized(device, chunk)
 
 
 def pick_device(name: str) -> torch.device:
@@ -57,49 +77,132 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+@dataclass(frozen=True)
+class _Few(Shard):
+    """A shard whose loops end early."""
+
+    _most: int
+
+    def batches(self, batch_size: int, epochs: int = 1, steps: int = 0) -> Iterator[Batch]:
+        return islice(super().batches(batch_size, epochs, steps), self._most)
+
+
+@dataclass(frozen=True)
 class _Sketch(Federation):
-    """The same federation, but every training loop ends after one batch."""
+    """The same federation, but every training loop ends after some batches."""
+
+    batches: int
 
     def shard(self, rows: Rows, even: bool) -> Shard:
-        return OneBatch(self.data.x, self.data.y, rows, even)
+        return _Few(self.data.x, self.data.y, rows, even, self.batches)
 
 
 def choose(
-    training: Training, server: Server, engines: dict[str, str], chunk: int, threads: int
-) -> tuple[str, int, str]:
-    """(engine, threads, reason). `engines`: those allowed, and why each cannot run, or ''; threads 0: any."""
+    training: Training,
+    server: Server,
+    engines: dict[str, str],
+    chunk: int,
+    threads: int,
+    processes: int,
+    rounds: int,
+) -> tuple[Option, str]:
+    """The fastest way, and how that is known. `engines`: those allowed, and why each cannot run, or ''.
+
+    `threads` 0: any number of them; `processes`: how many where there are several; `rounds`: of the run.
+    """
     device = training.federation.task.device
     able = [name for name, why in engines.items() if not why]
-    barred = "; ".join(f"{name} cannot run this model: {why}" for name, why in engines.items() if why)
+    barred = [f"{name} cannot run this model: {why}" for name, why in engines.items() if why]
     if device.type == "cuda":
         reason = "asked for" if len(engines) == 1 else "a CUDA device"
-        return able[0], threads or torch.get_num_threads(), barred or reason
+        return Option(able[0], threads or torch.get_num_threads()), "; ".join(barred) or reason
     counts = [threads] if threads else sorted({1, torch.get_num_threads()})
-    options = [(name, count) for name in able for count in counts]
+    options = [Option(name, count) for name in able if name != Processes.name for count in counts]
+    options += [Option(name, 1, processes) for name in able if name == Processes.name]
     if len(options) == 1:
-        return *options[0], barred or "asked for"
-    taken = {option: _probe(training, server, chunk, *option) for option in options}
-    figures = ", ".join(f"{name} with {count} threads {1e3 * s:.1f} ms" for (name, count), s in taken.items())
-    reason = f"one batch of at most {PROBED_CLIENTS} clients took: {figures}"
-    return *min(taken, key=lambda option: taken[option]), f"{barred}; {reason}" if barred else reason
+        return options[0], "; ".join(barred) or "asked for"
+    probe, taken = _Probe(training, server, chunk), {}
+    for option in options:
+        try:
+            taken[option] = probe.batch(option)
+        except ApieceError as error:
+            if option.engine != Processes.name:
+                raise
+            barred.append(str(error))
+    figures = [f"one batch of at most {PROBED_CLIENTS} clients took: {_told(taken)}"]
+    close = _close(taken, CLOSE[0])
+    repeats, batches = probe.affordable(close, rounds)
+    if len(close) > 1 and batches:
+        taken = probe.rounds(close, repeats, batches)
+        figures.append(f"rounds of at most {batches} batches took: {_told(taken)}")
+    return min(taken, key=lambda option: taken[option]), "; ".join([*barred, *figures])
 
 
-def _probe(training: Training, server: Server, chunk: int, name: str, threads: int) -> float:
-    """Seconds to train and personalize on one batch per client: the best of three. Nothing is kept."""
-    torch.set_num_threads(threads)
-    engine = build(name, training.federation.task.device, chunk)
-    federation = training.federation
-    sketch = _Sketch(**vars(federation))
-    round = training.round(0)
-    cohort = training.sampler(federation.data, round)
-    ids = cohort.ids[:PROBED_CLIENTS]
-    cohort = Cohort(ids, cohort.data.take(range(len(ids))))
-    broadcast = federation.method.broadcast(server, round)
-    seconds = []
-    for _ in range(4):
+def _close(taken: dict[Option, float], ratio: float) -> dict[Option, float]:
+    return {option: seconds for option, seconds in taken.items() if seconds <= ratio * min(taken.values())}
+
+
+def _told(taken: dict[Option, float]) -> str:
+    return ", ".join(f"{option} {1e3 * seconds:.1f} ms" for option, seconds in taken.items())
+
+
+class _Probe:
+    """The first cohort, to measure on. Nothing of it is kept."""
+
+    def __init__(self, training: Training, server: Server, chunk: int) -> None:
+        self._federation, self._chunk = training.federation, chunk
+        self._round = training.round(0)
+        self._cohort = training.sampler(self._federation.data, self._round)
+        self._broadcast = self._federation.method.broadcast(server, self._round)
+        self._engines: dict[Option, Engine] = {}
+
+    def batch(self, option: Option) -> float:
+        """Seconds to train and to score a few clients on one batch each: the best of some, warmed up."""
+        ids = self._cohort.ids[:PROBED_CLIENTS]
+        cohort = Cohort(ids, self._cohort.data.take(range(len(ids))))
+        sketch = self._sketch(1)
+
+        def once(engine: Engine) -> None:
+            self._train(engine, sketch, cohort)
+            evaluate(engine, sketch, self._broadcast, ids, 0)
+
+        return min([self._seconds(option, once) for _ in range(1 + REPEATS)][1:])
+
+    def affordable(self, taken: dict[Option, float], rounds: int) -> tuple[int, int]:
+        """(repeats, batches) of a comparison on whole cohorts that takes a small share of the run's time."""
+        recipe, sizes = self._federation.method.local, self._cohort.train.sizes.tolist()
+        steps = [recipe.steps or recipe.epochs * math.ceil(n / (recipe.batch_size or n or 1)) for n in sizes]
+        # A batch of the cohort, from one of training and one of scoring for a few of its clients.
+        ratio = len(sizes) / min(len(sizes), PROBED_CLIENTS) / 2
+        run = rounds * ratio * min(taken.values()) * sum(steps) / len(sizes)
+        seconds = min(max(LEAST, SHARE * run), MOST)
+        batches = seconds / (ratio * sum(taken.values()))
+        most = max(steps)
+        return min(REPEATS, max(1, int(batches / most))), min(most, int(batches))
+
+    def rounds(self, options: Iterable[Option], repeats: int, batches: int) -> dict[Option, float]:
+        """Seconds of a client phase: the best of some, by turns, for the machine may have other work."""
+        sketch, found = self._sketch(batches), dict.fromkeys(options, math.inf)
+        for _ in range(repeats):
+            for option in _close(found, CLOSE[1]):
+                seconds = self._seconds(option, lambda engine: self._train(engine, sketch, self._cohort))
+                found[option] = min(found[option], seconds)
+        return found
+
+    def _sketch(self, batches: int) -> _Sketch:
+        return _Sketch(**vars(self._federation), batches=batches)
+
+    def _train(self, engine: Engine, sketch: _Sketch, cohort: Cohort) -> None:
+        member = Member(replace(sketch, data=cohort.data), self._broadcast, cohort, self._round)
+        client_phase(engine, member)
+
+    def _seconds(self, option: Option, measured: Callable[[Engine], None]) -> float:
+        torch.set_num_threads(option.threads)
+        if option not in self._engines:
+            device = self._federation.task.device
+            self._engines[option] = build(option.engine, device, self._chunk, option.processes)
         begin = time.perf_counter()
-        client_phase(engine, Member(replace(sketch, data=cohort.data), broadcast, cohort, round))
-        models(engine, sketch, broadcast, list(ids), 0)
-        seconds.append(time.perf_counter() - begin)
-        federation.store.forget()
-    return min(seconds[1:])
+        measured(self._engines[option])
+        seconds = time.perf_counter() - begin
+        self._federation.store.forget()
+        return seconds

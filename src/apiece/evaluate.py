@@ -128,7 +128,7 @@ def _each_client(
     """(positions in ids, answers) chunk by chunk of the program that `fn` is."""
     key = random.fold(federation.root, "personalize", round)
     sizes = federation.data.sizes(ids)[0].tolist()
-    chunks = cut(sizes, federation.method.personal, engine.limit)
+    chunks = cut(sizes, federation.method.personal, engine.limit, engine.overhead)
 
     def call(chunk: list[int]) -> Call:
         clients = [int(ids[at]) for at in chunk]

@@ -48,6 +48,7 @@ class Experiment:
     chunk: int = 64  # clients per chunk at the most
     precision: str = "tf32"  # of products on a GPU: tf32, fp32 or bf16; on a CPU always fp32
     threads: int = 0  # CPU threads; 0: as many as a short measurement finds fastest
+    processes: int = 0  # of one thread each, where the engine has several; 0: one for each CPU
     store: str = AUTO  # client states: memory, mapped (on disk), or auto
     evaluate_every: int = 10
     evaluate_clients: int = 0  # how many are scored, always the same ones; 0: all
@@ -62,6 +63,7 @@ class Experiment:
             ("clients", 1),
             ("chunk", 1),
             ("threads", 0),
+            ("processes", 0),
             ("evaluate_every", 1),
             ("evaluate_clients", 0),
             ("checkpoint_every", 1),
@@ -71,7 +73,7 @@ class Experiment:
         for name, options in (
             ("on_nan", ("stop", "skip")),
             ("store", (AUTO, "memory", "mapped")),
-            ("engine", (AUTO, "sequential", "vectorized")),
+            ("engine", (AUTO, "sequential", "vectorized", "processes")),
             ("sampler", tuple(SAMPLERS)),
             ("precision", ("tf32", "fp32", "bf16")),
         ):

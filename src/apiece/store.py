@@ -60,6 +60,8 @@ class Store:
     def open(self, round: int, writable: bool = True) -> None:
         """Go to the state of the checkpoint at `round` (0: no client has been met)."""
         self.forget()
+        if self.stateful and not self.mapped:
+            self._all()
         if self._folder is None or not self.stateful:
             return
         self._opened = round
@@ -121,7 +123,7 @@ class Store:
         older = tags.argmin(axis=1)
         # A slot is invalid while it is written: a kill in between leaves no half-written row behind a tag.
         tags[np.arange(len(ids)), older] = 0
-        self._tag(ids, tags)
+        self._tag(ids, tags, wait=False)
         latest = (row for some in _some(ids) for row in self._bytes(self.get(some.tolist()), len(some)))
         _write(self._rows, zip(self._places(ids, older), latest, strict=True))
         tags[np.arange(len(ids)), older] = round
@@ -144,8 +146,8 @@ class Store:
         places: list[int] = ((ids * SLOTS + slots) * self._width).tolist()
         return places
 
-    def _tag(self, ids: Ints, tags: Ints) -> None:
-        _write(self._tags, zip((ids * SLOTS * 8).tolist(), tags.view(np.uint8), strict=True))
+    def _tag(self, ids: Ints, tags: Ints, wait: bool = True) -> None:
+        _write(self._tags, zip((ids * SLOTS * 8).tolist(), tags.view(np.uint8), strict=True), wait)
 
     def _read_tags(self, ids: Ints) -> Ints:
         """The tags of the clients' slots, those later than the state that was opened as if empty."""
@@ -220,11 +222,12 @@ def _read(path: Path, places: Sequence[int], width: int) -> Bytes:
     return rows
 
 
-def _write(path: Path, rows: Iterable[tuple[int, Bytes]]) -> None:
-    """(place, bytes) one after another, and wait until they are on disk."""
+def _write(path: Path, rows: Iterable[tuple[int, Bytes]], wait: bool = True) -> None:
+    """(place, bytes) one after another; `wait` until they are on disk."""
     with path.open("r+b", buffering=0) as file:
         for place, row in rows:
             file.seek(place)
             if file.write(row.data) != len(row):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(file.fileno())
+        if wait:
+            os.fsync(file.fileno())

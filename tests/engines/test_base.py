@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apiece import Recipe
-from apiece.engines.base import WASTE, Member, client_phase, cut
+from apiece.engines.base import WASTE, Member, ceiling, client_phase, cut
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.method import STACK, Stacked
@@ -94,3 +94,23 @@ def test_errors_name_round_and_clients() -> None:
     with pytest.raises(RuntimeError) as caught:
         list(raising.rounds(server, 0, 1))
     assert caught.value.__notes__ == ["in client_update of UpdateOf, round 0, clients [0]"]
+
+
+def test_ceilings_are_few_and_near() -> None:
+    assert [ceiling(n) for n in range(1, 18)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 10, 12, 12, 14, 14, 16, 16, 20]
+    assert [ceiling(n, digits=4) for n in (15, 16, 17, 33, 64, 65)] == [15, 16, 18, 36, 64, 72]
+    for n in range(1, 3000):
+        assert n <= ceiling(n) <= 1.25 * n
+
+
+def test_an_overhead_joins_chunks_that_padding_would_part() -> None:
+    """16 clients of 10 batches and 16 of 8. Apart: 10·16 + 8·16 = 288 and 18 overheads; joined 320 and 10."""
+    sizes = [40] * 16 + [32] * 16
+    assert [len(chunk) for chunk in cut(sizes, RECIPE, 64, overhead=3.9)] == [16, 16]
+    assert [len(chunk) for chunk in cut(sizes, RECIPE, 64, overhead=4.1)] == [32]
+
+
+def test_whole_shards_are_cut_by_their_examples() -> None:
+    """One batch each, but of 100 examples and of 2."""
+    recipe = RECIPE._replace(batch_size=0)
+    assert cut([100, 2, 90, 2], recipe, 64, overhead=1.0) == [[0, 2], [1, 3]]

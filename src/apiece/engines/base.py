@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ class Engine(ABC):
     """How a chunk of clients is computed. `limit`: clients in a chunk at the most."""
 
     name: ClassVar[str]
+    overhead: ClassVar[float] = 0.0  # of a step of a chunk, in clients: what `cut` weighs padding against
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self.device = device
@@ -65,23 +67,46 @@ class Call(NamedTuple):
     where: str  # for errors: what is computed, and of whom
 
 
-def cut(sizes: Sequence[int], recipe: Recipe, limit: int) -> list[list[int]]:
-    """Positions of clients in chunks whose padded work is at most WASTE times the real work."""
+def ceiling(number: int, digits: int = 3) -> int:
+    """The next number of so many binary digits and zeros, of 3: 1 … 8, 10, 12, 14, 16, 20, 24 …"""
+    step = 1 << max((number - 1).bit_length() - digits, 0)
+    return -(-number // step) * step
 
-    def cost(size: int) -> int:
-        return recipe.steps or max(1, math.ceil(size / (recipe.batch_size or max(size, 1))))
 
+def cut(sizes: Sequence[int], recipe: Recipe, limit: int, overhead: float = 0.0) -> list[list[int]]:
+    """Positions of clients in chunks whose padded work is at most WASTE times the real work.
+
+    Of all ways to cut clients sorted by their work, the cheapest: a chunk costs its longest client's work
+    times its clients plus `overhead`, what it costs to compute anything at all, in clients.
+    """
+
+    def work(size: int) -> int:
+        if recipe.batch_size == 0:
+            return max(size, 1)
+        return recipe.steps or max(1, math.ceil(size / recipe.batch_size))
+
+    order = sorted(range(len(sizes)), key=lambda i: (-work(sizes[i]), i))
+    # Clients of about the same work stay together: where one chunk ends does not hang on every single size.
+    groups = [list(group) for _, group in groupby(order, key=lambda i: ceiling(work(sizes[i])))]
+    longest = [work(sizes[group[0]]) for group in groups]
+    best = [(0.0, 0)]  # of the first groups: the least cost, and where the last chunk begins
+    for end in range(1, len(groups) + 1):
+        options = []
+        count = real = 0
+        for begin in range(end - 1, -1, -1):
+            count += len(groups[begin])
+            real += sum(work(sizes[i]) for i in groups[begin])
+            if begin == end - 1 or longest[begin] * count <= WASTE * real:
+                pieces = math.ceil(count / limit)
+                options.append((best[begin][0] + longest[begin] * (count + overhead * pieces), begin))
+        best.append(min(options))
     chunks: list[list[int]] = []
-    longest = work = 0
-    for position in sorted(range(len(sizes)), key=lambda i: (-cost(sizes[i]), i)):
-        mine = cost(sizes[position])
-        fits = chunks and len(chunks[-1]) < limit
-        if fits and longest * (len(chunks[-1]) + 1) <= WASTE * (work + mine):
-            chunks[-1].append(position)
-            work += mine
-        else:
-            chunks.append([position])
-            longest = work = mine
+    end = len(groups)
+    while end:
+        begin = best[end][1]
+        whole = [i for group in groups[begin:end] for i in group]
+        chunks[:0] = [whole[at : at + limit] for at in range(0, len(whole), limit)]
+        end = begin
     return chunks
 
 
@@ -166,7 +191,13 @@ def _first_state(federation: Federation, even: tuple[bool, ...], shared: Tree, k
 
 
 def _updated(
-    federation: Federation, even: tuple[bool, ...], broadcasts: Tree, which: Tree, rows: Rows, state: Tree
+    federation: Federation,
+    even: tuple[bool, ...],
+    broadcasts: Tree,
+    real: Tensor,
+    which: Tree,
+    rows: Rows,
+    state: Tree,
 ) -> tuple[Tree, ...]:
     """One client's reply as tensors, decoded and weighed."""
     method, task = federation.method, federation.task.for_clients()
@@ -205,10 +236,10 @@ class _Gather:
     runs: int
 
     def __call__(
-        self, replies: tuple[Tree, ...], which: Tree, rows: Rows, before: Tree
+        self, replies: tuple[Tree, ...], real: Tensor, which: Tree, rows: Rows, before: Tree
     ) -> tuple[Tree, Tree, Tensor, Tensor, Tree]:
         update, state, weight, metrics = replies
-        finite = _finite((update, state, weight))
+        finite = real & _finite((update, state, weight))
         state = _choose(finite, state, before)
         update = tree.map(lambda leaf: torch.where(_spread(finite, leaf), leaf, 0.0), update)
         weight = torch.where(finite, weight, 0.0)
@@ -243,7 +274,7 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
     sizes = [size for member in members for size in member.cohort.train.sizes.tolist()]
     parts: list[list[_Part]] = [[] for _ in members]
     chunks = []
-    for chunk in cut(sizes, first.method.local, engine.limit):
+    for chunk in cut(sizes, first.method.local, engine.limit, engine.overhead):
         chosen = [places[at] for at in chunk] if alone else sorted(places[at] for at in chunk)
         chunks.append({m: [at for one, at in chosen if one == m] for m, _ in chosen})
 
@@ -252,12 +283,13 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
         rows, even = _joined([rows for rows, _ in prepared], first.data.padding)
         before = tree.concat([state for _, state in prepared])
         runs = [m for m, positions in mine.items() for _ in positions]
+        real = torch.ones(len(runs), dtype=torch.bool, device=engine.device)
         which: Tree = () if alone else placed(np.array(runs), engine.device)
         program = Program(_updated, first, (even,), gather)
         ids = [members[m].cohort.ids[at] for m, positions in mine.items() for at in positions]
         name, round = type(first.method).__name__, members[0].round.index
         where = f"in client_update of {name}, round {round}, clients {ids}"
-        return Call(program, shared, (which, rows, before), where)
+        return Call(program, shared, (real, which, rows, before), where)
 
     answers = engine.answers(map(call, chunks))
     for mine, (update, state, weight, finite, metrics) in zip(chunks, answers, strict=True):

@@ -1,22 +1,28 @@
 """CUDA graphs: a chunk's program is recorded once and replayed with the numbers of every later round.
 
-The first call of a program runs it plainly, which also warms the libraries up; the second one records it.
+The first call of a program runs it plainly, which also warms the libraries up; the next ones record it, once
+for each number of clients.
+Shapes are rounded up, so that few recordings serve all chunks: clients that nobody is, rows that are padding.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from apiece import tree
-from apiece.engines.base import Program
+from apiece.engines.base import Program, ceiling
 from apiece.engines.vectorized import Vectorized
+from apiece.shard import Rows
 from apiece.tree import Tree
 
 log = logging.getLogger("apiece")
@@ -34,6 +40,8 @@ class _Recording(NamedTuple):
 class Captured(Vectorized):
     """Vectorized on a CUDA device, replayed: no Python and no launches between a chunk's kernels."""
 
+    overhead = 5.0
+
     def __init__(self, device: torch.device, limit: int) -> None:
         super().__init__(device, limit)
         self._met: dict[Hashable, Program] = {}
@@ -42,10 +50,18 @@ class Captured(Vectorized):
         self.captures = 0
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        count = tree.leaves(clients)[0].shape[0]
+        program, clients = _rounded(program, clients, ceiling(count, digits=4))
+        answers = self._replayed(program, shared, clients)
+        # What a chunk is gathered to has no use for nobody's answers already.
+        return answers if program.together is not None else tree.take(answers, slice(0, count))
+
+    def _replayed(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         given = (shared, clients)
         key = (program.key, _signature(given), torch.backends.cuda.matmul.allow_tf32)
-        if key not in self._met:
-            self._met[key] = program
+        alike = (program.key, _signature((shared, tree.take(clients, 0))))
+        if alike not in self._met:
+            self._met[alike] = program
             return super().each(program, shared, clients)
         if key not in self._recordings:
             self._recordings[key] = self._record(program, given)
@@ -68,6 +84,30 @@ class Captured(Vectorized):
         seconds = time.perf_counter() - begin
         log.info("CUDA graph %d: %s recorded in %.2f s", self.captures, program.fn.__name__, seconds)
         return _Recording(program, graph, tree.tensors(held), outputs)
+
+
+def vectorized(device: torch.device, limit: int) -> Vectorized:
+    """The vectorized engine as the device runs it best."""
+    return Captured(device, limit) if device.type == "cuda" else Vectorized(device, limit)
+
+
+def _rounded(program: Program, clients: tuple[Tree, ...], count: int) -> tuple[Program, tuple[Tree, ...]]:
+    """`count` clients, those that were not there all zeros; shards of a rounded number of batches."""
+    unit = program.federation.method.local.batch_size or 1
+    padding = program.federation.data.padding
+
+    def wider(rows: Rows) -> Rows:
+        width = rows.place.shape[1]
+        batches = ceiling(math.ceil(width / unit)) * unit if width > unit else ceiling(width)
+        return rows._replace(place=F.pad(rows.place, (0, batches - width), value=padding))
+
+    wide = tuple(wider(part) if isinstance(part, Rows) else part for part in clients)
+    if any(a.place.shape != b.place.shape for a, b in zip(clients, wide, strict=True) if isinstance(a, Rows)):
+        program = replace(program, even=(False,) * len(program.even))
+    more = count - tree.leaves(clients)[0].shape[0]
+    if more == 0:
+        return program, wide
+    return program, tree.map(lambda leaf: torch.cat([leaf, leaf.new_zeros((more, *leaf.shape[1:]))]), wide)
 
 
 def _signature(given: Tree) -> Hashable:

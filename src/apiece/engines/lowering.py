@@ -368,7 +368,7 @@ def lowered(task: Task, chosen: Mapping[str, str]) -> Task:
     return replace(task, module=module)
 
 
-def fastest(task: Task, x: Tensor, y: Tensor, clients: int) -> dict[str, str]:
+def fastest(task: Task, x: Tree, y: Tensor, clients: int) -> dict[str, str]:
     """How to compute each layer: by measuring a training step of `clients` clients on a batch (x, y).
 
     Layer by layer, the others as already chosen; on a CPU PyTorch's own way is best and nothing is measured.
@@ -376,8 +376,7 @@ def fastest(task: Task, x: Tensor, y: Tensor, clients: int) -> dict[str, str]:
     chosen: dict[str, str] = {}
     if task.device.type != "cuda":
         return chosen
-    batch = Batch(x, y, torch.ones(len(y), device=x.device), None, as_key(0, x.device))
-    given = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape).clone(), (task.init(0), batch))
+    given = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape).clone(), (task.init(0), x, y))
     for name, layer in task.module.named_modules():
         options = ways(layer, task.device)
         if "windows" in options and not torch.backends.cuda.matmul.allow_tf32:
@@ -389,11 +388,15 @@ def fastest(task: Task, x: Tensor, y: Tensor, clients: int) -> dict[str, str]:
     return chosen
 
 
-def _milliseconds(task: Task, params: Params, batches: Batch) -> float:
+def _milliseconds(task: Task, params: Params, x: Tree, y: Tensor) -> float:
     """Of one gradient, replayed: launching it would hide what the device needs."""
 
+    def gradient(params: Params, x: Tree, y: Tensor) -> Tree:
+        weight = torch.ones(len(y), device=y.device)
+        return grad(task.objective)(params, Batch(x, y, weight, None, as_key(0, y.device)))
+
     def step() -> Tree:
-        return vmap(grad(task.objective))(params, batches)
+        return vmap(gradient)(params, x, y)
 
     with torch.no_grad():
         step()

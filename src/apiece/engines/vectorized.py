@@ -12,6 +12,7 @@ class Vectorized(Engine):
     """Shorter clients are padded to the longest of their chunk."""
 
     name = "vectorized"
+    overhead = 12.0
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         answers = vmap(lambda *client: program(shared, *client))(*clients)

@@ -1,0 +1,127 @@
+"""CUDA graphs against the plain loop on a CPU. Run where there is a GPU: its log is under results/."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from apiece import Method, Recipe, Task, tree
+from apiece.data.federated import Examples, federate
+from apiece.engines.base import Engine
+from apiece.engines.capture import Captured
+from apiece.engines.sequential import Sequential
+from apiece.evaluate import models
+from apiece.methods.admm_fedmeta import ADMMFedMeta
+from apiece.methods.apfl_ewc import ApflEwc
+from apiece.methods.fedavg import FedAvg
+from apiece.methods.fedec import FedEC
+from apiece.methods.ifca import IFCA
+from apiece.methods.l2gd import L2GD
+from apiece.methods.maml import MAML
+from apiece.methods.reptile import Reptile
+from apiece.methods.scaffold import Scaffold
+from apiece.sample import uniform
+from apiece.store import Store
+from apiece.train import Training, assemble
+from apiece.tree import Tree
+from apiece.wrappers.stages import Stages
+from tests.worlds import dropout_net
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SIZES = (0, 1, 4, 9, 17, 25, 25, 40, 12, 3)
+LOCAL = Recipe(batch_size=5, epochs=2)
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def begun(method: Method, engine: Engine) -> tuple[Training, Tree]:
+    """Ragged clients with dropout; six of ten take part, so chunks have other shapes in every round."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(sum(SIZES), 5)).astype(np.float32)
+    y = (x @ draw.normal(size=(5, 3))).argmax(1)
+    parts = [np.arange(a, b) for a, b in pairwise(np.cumsum((0, *SIZES)))]
+    names = [str(i) for i in range(len(SIZES))]
+    data = federate(Examples(x, y, 3, ("a", "b", "c")), parts, names, key=0, test=0.0, unseen=0.0)
+    task = Task(dropout_net, device=engine.device)
+    start = tree.to(Task(dropout_net).init(1), engine.device)
+
+    def store(state: Tree) -> Store:
+        return Store(state, len(SIZES), engine.device, None, mapped=False)
+
+    return assemble(engine, method, task, start, data.to(engine.device), 6, 123, uniform, store)
+
+
+def left(method: Method, engine: Engine, rounds: int = 8) -> Tree:
+    """The server after each round, and everybody's models at the end."""
+    training, server = begun(method, engine)
+    with torch.no_grad():
+        servers = [closed.server for closed in training.rounds(server, 0, rounds)]
+        broadcast = training.broadcast(servers[-1], rounds)
+        everyone = list(range(len(SIZES)))
+        return tree.to((servers, models(engine, training.federation, broadcast, everyone, rounds)), "cpu")
+
+
+METHODS: list[Method] = [
+    FedAvg(local=LOCAL._replace(lr=0.1)),
+    FedAvg(local=LOCAL._replace(lr=0.3)),  # the same program but for one number
+    FedAvg(local=LOCAL._replace(lr=0.3, momentum=0.5)),
+    ADMMFedMeta(local=Recipe(lr=0.1, batch_size=0, steps=1)),  # δ changes with every round
+    Stages(FedAvg(local=LOCAL), Reptile(local=Recipe(batch_size=5, steps=4)), switch=4),
+    ApflEwc(local=LOCAL, z=1, preset=(0, 3)),  # clients are asked for gradients now and then
+    L2GD(local=LOCAL, p=0.5),  # a coin decides what a round does
+    FedEC(local=LOCAL),
+    Scaffold(local=LOCAL),
+    IFCA(local=LOCAL),
+    MAML(),
+]
+
+
+def test_replays_never_use_a_stale_number() -> None:
+    """One engine for all methods in turn, twice: graphs of one must not serve another."""
+    engine = Captured(torch.device("cuda"), 64)
+    for method in METHODS + METHODS[:3]:
+        ours, theirs = left(method, engine), left(method, Sequential(torch.device("cpu")))
+        for path, a in tree.flatten(ours).items():
+            b = tree.flatten(theirs)[path]
+            if isinstance(b, torch.Tensor) and b.is_floating_point() and b.numel():
+                assert (a - b).abs().max() <= 1e-5 * b.abs().max().clamp(min=1.0), (method, path)
+    assert engine.captures >= len(METHODS)
+
+
+def test_graphs_are_reused_over_rounds() -> None:
+    engine = Captured(torch.device("cuda"), 64)
+    method = FedAvg(local=LOCAL)
+    training, server = begun(method, engine)
+    with torch.no_grad():
+        for _ in training.rounds(server, 0, 30):
+            pass
+        after = engine.captures
+        for _ in training.rounds(server, 0, 30):
+            pass
+    # The same cohorts again: only what was met for the first time then is recorded now.
+    assert 0 < engine.captures - after + 1 <= after
+    assert after < 30
+
+
+def test_a_poisoned_client_disturbs_nobody_in_a_replay() -> None:
+    engine = Captured(torch.device("cuda"), 64)
+    training, server = begun(FedAvg(local=LOCAL), engine)
+    x = training.federation.data.x.clone()
+    x[training.federation.data.train[7]] = torch.nan  # type: ignore[attr-defined]
+    bad = replace(
+        training, federation=replace(training.federation, data=replace(training.federation.data, x=x))
+    )
+    with torch.no_grad():
+        closed = list(bad.rounds(server, 0, 8))
+    assert any(7 in one.ids for one in closed)
+    for one in closed:
+        assert [client for client, fine in zip(one.ids, one.finite.tolist(), strict=True) if not fine] == [
+            client for client in one.ids if client == 7
+        ]
+        assert all(bool(p.isfinite().all()) for p in one.server.params.values())
