@@ -65,6 +65,7 @@ OFFLINE = {
 }
 POWER = "power:1.1"  # the spread of P5's MNIST clients: mean 69, standard deviation 106
 SLOW = 500.0  # ms: rounds as long need no long warm-up
+ENOUGH = 20_000.0  # ms: a row that has been measured for as long has fewer blocks
 TOLERANCE = 0.1  # between the first steps of rows that draw other batches and other masks
 
 
@@ -188,7 +189,8 @@ def measure(rows: list[Row], work: Work, plan: Plan, per_block: int = 0) -> None
         row.forget()
     for _ in range(plan.blocks):
         for row in rows:
-            row.run(row.per_block, plan.device)
+            if sum(row.blocks) * row.per_block < ENOUGH:
+                row.run(row.per_block, plan.device)
 
 
 def prepared(work: Work, plan: Plan, engine: str, choice: Choice | None = None) -> Session:

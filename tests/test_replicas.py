@@ -60,7 +60,11 @@ def states(training: Training, server: Server) -> Tree:
     ],
     ids=lambda method: type(method).__name__,
 )
-@pytest.mark.parametrize("engine", [Sequential(CPU), Vectorized(CPU, 5), Vectorized(CPU, 64)], ids=str)
+@pytest.mark.parametrize(
+    "engine",
+    [Sequential(CPU), Vectorized(CPU, 5), Vectorized(CPU, 64)],
+    ids=["sequential", "fives", "vectorized"],
+)
 def test_each_replica_is_as_it_would_be_alone(method: Method, engine: Engine) -> None:
     with torch.no_grad():
         alone = []

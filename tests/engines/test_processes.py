@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -10,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,28 +21,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apiece import ApieceError, Dropout, Experiment, Method, Model, Params, Recipe, Reply, Shard, Task, catalog
-from apiece import resume as resume_run
-from apiece import run as run_whole
+from apiece import ApieceError, Dropout, Experiment, Method, Params, Recipe, Task, catalog, resume, run
+from apiece import choice as choosing
+from apiece import prepare as preparing
 from apiece.check import _bits_differ, _stressed, _World
-from apiece.choice import Option, _Probe
+from apiece.choice import Option, choose
 from apiece.data.lazy import lazily
 from apiece.data.synthetic import Population
 from apiece.engines.base import Member, client_phase
-from apiece.engines.processes import Processes, cpus, obstacle
+from apiece.engines.processes import Processes, obstacle
 from apiece.engines.sequential import Sequential
 from apiece.evaluate import evaluate
-from apiece.method import STACK, Server, Stacked
+from apiece.method import STACK, Model, Reply, Round, Server, Stacked
 from apiece.methods.fedavg import FedAvg
 from apiece.methods.fedec import FedEC
-from apiece.prepare import prepare
 from apiece.sample import uniform
+from apiece.shard import Shard
 from apiece.store import Store
 from apiece.train import assemble
 from apiece.tree import Tree
 from tests import killing
-from tests.broken import UpdateOf
-from tests.worlds import CPU, ROOT, federation, servers
+from tests.broken import Averaging, UpdateOf
+from tests.worlds import CPU, ROOT, dropout_net, federation, servers
 
 pytestmark = pytest.mark.skipif(bool(obstacle(CPU)), reason=obstacle(CPU))
 
@@ -67,8 +69,10 @@ def engine() -> Processes:
     return Processes(CPU, 2)
 
 
-def ends(method: Method, engine: Sequential, rounds: int = 3, net: type[nn.Module] | None = None) -> list[Server]:
-    training, server = federation(method, engine, SIZES, 5, *([net] if net else []))
+def ends(
+    method: Method, engine: Sequential, rounds: int = 3, net: Callable[[], nn.Module] = dropout_net
+) -> list[Server]:
+    training, server = federation(method, engine, SIZES, 5, net)
     return list(servers(training, server, rounds))
 
 
@@ -84,7 +88,9 @@ def same(a: Tree, b: Tree) -> bool:
     ["fedavg", "fedec", "admm_fedmeta", "apfl_ewc", "fedrep", "scaffold", "maml", "elastic(fedavg)"],
 )
 @torch.no_grad()
-def test_servers_states_and_models_have_the_bits_of_the_sequential_engine(name: str, engine: Processes) -> None:
+def test_servers_states_and_models_have_the_bits_of_the_sequential_engine(
+    name: str, engine: Processes
+) -> None:
     """Four rounds with dropout, on clients of 0, 1, 4, 9, 17 and 25 examples."""
     world = _World.build(_stressed(catalog.build(name, {})), CPU)
     for one, many in zip(world.play(Sequential(CPU)), world.play(engine), strict=True):
@@ -173,26 +179,30 @@ class Slow(nn.Linear):
 
 
 def test_killed_in_mid_round(engine: Processes, caplog: pytest.LogCaptureFixture) -> None:
-    """kill -9 by pid, three times in three rounds of about half a second."""
-    killed: list[int] = []
+    """kill -9, by its pid, of the process that computes the largest client, and of the one that comes next.
+
+    The client takes 20 steps of 20 ms.
+    """
+    killed: set[int] = set()
 
     def kill() -> None:
-        while len(killed) < 3:
-            time.sleep(0.2)
-            pids = [child.pid for child in multiprocessing.active_children() if child.pid not in killed]
-            if pids and pids[0] is not None:
-                killed.append(pids[0])
-                os.kill(pids[0], signal.SIGKILL)
+        while len(killed) < 2:
+            time.sleep(0.1)
+            for child in [*engine._children]:
+                if child.process.pid not in killed and 0 in child.calls:
+                    killed.add(child.process.pid or 0)
+                    os.kill(child.process.pid or 0, signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
     found = ends(METHOD, engine, net=Slow)
     thread.join()
     assert same(found, ends(METHOD, Sequential(CPU), net=Slow))
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 3
-    assert all("a process ended (SIGKILL)" in text for text in told)
-    assert any("in client_update of FedAvg, round" in text for text in told)
+    where = "in client_update of FedAvg, round 0, clients [3]"
+    told = f"a process ended (SIGKILL) {where}: computed again by another"
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, told)
+    ] * 2
 
 
 def test_killed_while_it_has_nothing_to_do(engine: Processes, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,41 +219,30 @@ def test_killed_while_it_has_nothing_to_do(engine: Processes, caplog: pytest.Log
     }
 
 
-class Deadly(nn.Linear):
-    """Ends every process but the one it was made in."""
+class Elsewhere(nn.Linear):
+    """Does something else in every process but the one it was made in."""
 
-    def __init__(self) -> None:
+    def __init__(self, deed: Callable[[], object]) -> None:
         super().__init__(5, 3)
-        self.home = os.getpid()
+        self.deed, self.home = deed, os.getpid()
 
     def forward(self, x: Tensor) -> Tensor:
         if os.getpid() != self.home:
-            os._exit(7)
+            self.deed()
         return super().forward(x)
 
 
 def test_what_ends_every_process_is_told(engine: Processes) -> None:
-    with pytest.raises(ApieceError, match=r"3 processes ended \(exit code 7\) in client_update of FedAvg, round 0"):
-        ends(METHOD, engine, net=Deadly)
+    told = r"3 processes ended \(exit code 7\) in client_update of FedAvg, round 0, clients \[3\]"
+    with pytest.raises(ApieceError, match=told):
+        ends(METHOD, engine, net=lambda: Elsewhere(lambda: os._exit(7)))
 
 
-class OddError(Exception):
-    """That cannot be pickled: it is not made of its arguments."""
-
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__(f"{a} and {b}")
-
-
-class Odd(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise OddError(1, 2)
+# Errors
 
 
 def test_errors_are_of_their_kind_and_name_round_and_client(engine: Processes) -> None:
-    """The first of the calls that fail, as in the sequential engine, and the engine goes on afterwards."""
+    """The first of the calls that fail, as in the sequential engine; the engine can be used afterwards."""
     training, server = federation(UpdateOf(), engine, (3, 4, 5), 3)
     raising = replace(training, federation=replace(training.federation, method=UpdateOf(raises=True)))
     with pytest.raises(RuntimeError, match="broken on purpose") as caught:
@@ -251,10 +250,201 @@ def test_errors_are_of_their_kind_and_name_round_and_client(engine: Processes) -
     where, trace = caught.value.__notes__
     assert where == "in client_update of UpdateOf, round 0, clients [0]"
     assert 'raise RuntimeError("broken on purpose")' in trace
-    assert len(list(training.rounds(server, 0, 1))) == 1
-    training, server = federation(METHOD, engine, SIZES, 5, nn.Linear.__class__ and Conv)
-    module = Odd()
-    task = replace(training.federation.task, module=module)
-    odd = replace(training, federation=replace(training.federation, task=task))
+    assert len(list(servers(training, server, 1))) == 1
+
+
+class OddError(Exception):
+    """It cannot be pickled: it is not made of its arguments."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def test_errors_that_cannot_travel_are_told(engine: Processes) -> None:
+    def deed() -> None:
+        raise OddError(1, 2)
+
     with pytest.raises(RuntimeError, match="OddError: 1 and 2"):
-        list(servers(odd, server, 1))
+        ends(METHOD, engine, net=lambda: Elsewhere(deed))
+
+
+def sender() -> Method:
+    """Its broadcast is of a class that another process cannot find."""
+
+    class Message(NamedTuple):
+        params: Params
+
+    @dataclass(frozen=True)
+    class Sends(Averaging):
+        local: Recipe = Recipe()
+        personal: Recipe = Recipe()
+
+        def broadcast(self, server: Model, round: Round) -> Message:
+            return Message(server.params)
+
+        def client_update(self, task: Task, broadcast: Message, client: Tree, data: Shard) -> Reply:
+            return Reply(broadcast.params.zeros())
+
+    return Sends()
+
+
+def test_classes_that_cannot_travel_are_told_and_auto_does_without(engine: Processes) -> None:
+    training, server = federation(sender(), engine, SIZES, 5)
+    with pytest.raises(ApieceError, match=r"cannot send this to another process: .*Message.* at the top"):
+        list(servers(training, server, 1))
+    with torch.no_grad():
+        option, reason = choose(training, server, {"sequential": "", "processes": ""}, 8, 1, 2, 10)
+    assert option == Option("sequential", 1)
+    assert "cannot send this to another process" in reason
+
+
+# Nothing is left
+
+
+def test_no_process_and_no_file_is_left() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    ours = {child.pid for child in multiprocessing.active_children()}
+    engine = Processes(CPU, 3)
+    ends(METHOD, engine)
+    begun = {child.pid for child in multiprocessing.active_children()} - ours
+    assert len(begun) == 3
+    del engine
+    gc.collect()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in begun)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def children(pid: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            facts = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(facts[1]) == pid and facts[0] != "Z":
+            found.add(int(path.parent.name))
+    return found
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    while not what():
+        time.sleep(0.05)
+
+
+def test_children_end_with_their_parent(tmp_path: Path) -> None:
+    """By ctrl-C, which reaches them all, and without a word of theirs; and when nobody could tell them."""
+    flags = "--engine processes --processes 2 --rounds 100000 --model logistic --clients 8 --cohort 4"
+    command = [sys.executable, "-c", "from apiece.cli import main; main()", "run", *flags.split()]
+    runs = [
+        subprocess.Popen(
+            [*command, "--set", "epochs=1", "--out", str(tmp_path / name)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for name in ("interrupted", "killed")
+    ]
+    try:
+        wait_for(lambda: all(len(children(process.pid)) == 2 for process in runs))
+        begun = [pid for process in runs for pid in children(process.pid)]
+        os.killpg(runs[0].pid, signal.SIGINT)
+        runs[1].kill()
+        assert all(process.wait() != 0 for process in runs)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in begun))
+    finally:
+        for process in runs:
+            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+        errors = [process.communicate()[1].decode() for process in runs]
+    assert not any("Traceback" in text for text in errors)
+
+
+# Runs
+
+
+def test_a_run_resumes_bit_for_bit_and_has_the_sequential_ones_figures(tmp_path: Path) -> None:
+    experiment = Experiment(
+        method="fedec",
+        settings={"epochs": 1, "personal": {"epochs": 1}},
+        model="logistic",
+        clients=8,
+        cohort=3,
+        rounds=4,
+        evaluate_every=2,
+        checkpoint_every=2,
+        engine="processes",
+        processes=2,
+    )
+    run(experiment, tmp_path / "whole")
+    chosen = json.loads((tmp_path / "whole" / "engine.json").read_text())
+    assert (chosen["engine"], chosen["threads"], chosen["processes"]) == ("processes", 1, 2)
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(done: int, scores: object) -> None:
+        if done == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(experiment, tmp_path / "stopped", stop)
+    resume(tmp_path / "stopped")
+    assert killing.differences(tmp_path / "whole", tmp_path / "stopped") == []
+    run(replace(experiment, engine="sequential", threads=1), tmp_path / "sequential")
+    ours, theirs = (killing.contents(tmp_path / name) for name in ("whole", "sequential"))
+    for name in ("rounds.csv", "clients.csv", "checkpoint/round-000004/server.safetensors"):
+        assert ours[name] == theirs[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cpus", "offered"),
+    [
+        ({}, 2, True),
+        ({"threads": 1}, 2, False),
+        ({"threads": 1, "processes": 3}, 2, True),
+        ({"processes": 1}, 2, False),
+        ({"cohort": 1}, 2, False),
+        ({}, 1, False),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_fastest(
+    changes: dict[str, int], cpus: int, offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rounds where one batch leaves it open, whatever the batch said."""
+    asked: list[Option] = []
+
+    def batch(probe: object, option: Option) -> float:
+        asked.append(option)
+        return {"vectorized": 1.0, "sequential": 5.0, "processes": 3.9}[option.engine]
+
+    def rounds(
+        probe: object, options: dict[Option, float], repeats: int, batches: int
+    ) -> dict[Option, float]:
+        assert "sequential" not in {option.engine for option in options}
+        return {option: float(option.engine == "vectorized") for option in options}
+
+    monkeypatch.setattr(preparing, "cpus", lambda: cpus)
+    monkeypatch.setattr(choosing._Probe, "batch", batch)
+    monkeypatch.setattr(choosing._Probe, "rounds", rounds)
+    monkeypatch.setattr(choosing, "MOST", 1e6)
+    small = {"model": "logistic", "clients": 8, "cohort": 3, "rounds": 100, **changes}
+    chosen = preparing.prepare(Experiment(**small), None, None).choice  # type: ignore[arg-type]
+    count = changes.get("processes") or cpus
+    assert (Option("processes", 1, count) in asked) == offered
+    if offered:
+        assert (chosen.engine, chosen.threads, chosen.processes) == ("processes", 1, count)
+    else:
+        assert (chosen.engine, chosen.processes) == ("vectorized", 1)
+
+
+@torch.no_grad()
+def test_the_probe_measures_and_keeps_nothing() -> None:
+    """With states, on real engines: what a round takes decides, and no client was met."""
+    training, server = federation(FedEC(local=Recipe(batch_size=4, epochs=2)), Sequential(CPU), SIZES, 5)
+    engines = {"vectorized": "", "sequential": "", "processes": ""}
+    option, reason = choose(training, server, engines, 8, 1, 2, 1000)
+    assert option.engine in reason
+    assert "2 processes" in reason
+    assert not training.federation.store.known(range(len(SIZES))).any()

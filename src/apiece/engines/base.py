@@ -132,12 +132,12 @@ class Federation:
         index = part.padded(positions, self.data.padding)
         sizes = part.sizes[list(positions)]
         device = self.task.device
-        rows = Rows(
-            placed(index, device),
-            placed(sizes, device),
-            placed(random.fold_all(key, ids), device),
-            placed(random.fold_all(random.fold(self.root, "split"), ids), device),
-        )
+        keys = (random.fold_all(key, ids), random.fold_all(random.fold(self.root, "split"), ids))
+        whole = placed(
+            np.column_stack([index, sizes, *keys]), device
+        )  # one array goes to the device, not four
+        width = index.shape[1]
+        rows = Rows(whole[:, :width], *(whole[:, width + at] for at in range(3)))
         return rows, bool((sizes == index.shape[1]).all())
 
     def shard(self, rows: Rows, even: bool) -> Shard:

@@ -59,11 +59,11 @@ class Captured(Vectorized):
     def _replayed(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         given = (shared, clients)
         key = (program.key, _signature(given), torch.backends.cuda.matmul.allow_tf32)
-        alike = (program.key, _signature((shared, tree.take(clients, 0))))
-        if alike not in self._met:
-            self._met[alike] = program
-            return super().each(program, shared, clients)
         if key not in self._recordings:
+            alike = (program.key, _signature((shared, tree.take(clients, 0))))
+            if alike not in self._met:
+                self._met[alike] = program
+                return super().each(program, shared, clients)
             self._recordings[key] = self._record(program, given)
             if len(self._recordings) > MOST_GRAPHS:
                 self._recordings.popitem(last=False)

@@ -247,7 +247,10 @@ class _Child:
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(theirs, base, board, self._slots), name="apiece", daemon=True
+            target=_serve,
+            args=(self.connection, theirs, base, board, self._slots),
+            name="apiece",
+            daemon=True,
         )
         with warnings.catch_warnings():
             # Python warns of forks where there are threads. PyTorch's are idle, and a child uses none.
@@ -291,8 +294,13 @@ def _end(children: list[_Child], owner: int) -> None:
             children.pop().end()
 
 
-def _serve(connection: Connection, base: Federation, board: _Room, slots: tuple[_Room, ...]) -> None:
+def _serve(
+    parents: Connection, connection: Connection, base: Federation, board: _Room, slots: tuple[_Room, ...]
+) -> None:
     """What a child does: answer calls until its parent is gone."""
+    # Ends of older children's, which a fork has too, keep those alive until this one ends; that of a child's
+    # own would keep it alive for ever.
+    parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.disable()  # a thread of the parent may have held a handler's lock
