@@ -316,6 +316,7 @@ def waste(work: Work, engine: Engine, cohorts: int = 100) -> dict[str, float]:
         "waste": fmean(cut_up),
         "most_waste": max(cut_up),
         "waste_with_rounding": fmean(computed),
+        "most_waste_with_rounding": max(computed),
         "waste_in_one_chunk": fmean(whole),
     }
 
@@ -432,7 +433,7 @@ def _digits(value: float) -> str:
 
 
 def padding_table(columns: dict[str, dict[str, Any]]) -> str:
-    heads = ("chunks", "padding", "the worst", "with shapes rounded up", "in a single chunk")
+    heads = ("chunks", "padding", "the worst", "shapes rounded up", "the worst", "in a single chunk")
     lines = [
         f"| padded steps per real step, 100 cohorts | {' | '.join(heads)} |",
         "|---|" + "---:|" * len(heads),
@@ -462,7 +463,7 @@ def profile_table(name: str, lines: list[dict[str, Any]], most: int = 10) -> str
 def told(facts: dict[str, Any]) -> str:
     """A result file as text: the machine, the table, the padding and, if it was asked for, the profile."""
     machine, versions = facts["machine"], facts["versions"]
-    place = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    place = machine["gpu"] or f"{machine['cpu']}, cores: {machine['cores']}"
     code = versions["commit"] + (" with changes" if versions["changed"] else "")
     title = (
         f"**{place}**, {facts['date'][:10]}, PyTorch {versions['torch']}, apiece {code}: `{facts['command']}`"

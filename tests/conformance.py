@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,13 @@ from apiece.check import examine
 
 def every_method() -> list[str]:
     return [catalog.example(name) for name in catalog.names()]
+
+
+def rules(name: str, device: str) -> dict[str, str] | str:
+    """The rules a method breaks, or how many it keeps."""
+    findings = examine(catalog.build(name, {}), device)
+    broken = {finding.rule: finding.detail for finding in findings if not finding.ok}
+    return broken or f"{len(findings)} rules kept"
 
 
 def server_params(engine: str, device: str, model: str) -> dict[str, torch.Tensor]:
@@ -51,6 +61,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     begin = time.time()
     log: dict[str, Any] = {
@@ -64,11 +75,13 @@ def main() -> None:
         "gaps": {},
     }
     failed = False
-    for name in every_method():
-        findings = examine(catalog.build(name, {}), options.device)
-        broken = {finding.rule: finding.detail for finding in findings if not finding.ok}
-        log["check_method"][name] = broken or f"{len(findings)} rules kept"
-        failed = failed or bool(broken)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, spawn) as pool:
+        for name, kept in zip(
+            every_method(), pool.map(rules, every_method(), repeat(options.device)), strict=True
+        ):
+            log["check_method"][name] = kept
+            failed = failed or not isinstance(kept, str)
     for model in ("mlp(dropout=0.3)", "cnn"):
         on_cpu = server_params("sequential", "cpu", model)
         for engine in ("sequential", "vectorized"):

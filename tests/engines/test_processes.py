@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -355,7 +356,8 @@ def test_children_end_with_their_parent(tmp_path: Path) -> None:
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in begun))
     finally:
         for process in runs:
-            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         errors = [process.communicate()[1].decode() for process in runs]
     assert not any("Traceback" in text for text in errors)
 
