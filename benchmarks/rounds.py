@@ -63,7 +63,7 @@ OFFLINE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-POWER = "power:1.1"  # the spread of P5's MNIST clients: mean 69, standard deviation 106
+POWER = "power:1.19"  # the spread of P5's MNIST clients: mean 69, standard deviation 106
 SLOW = 500.0  # ms: rounds as long need no long warm-up
 ENOUGH = 20_000.0  # ms: a row that has been measured for as long has fewer blocks
 TOLERANCE = 0.1  # between the first steps of rows that draw other batches and other masks

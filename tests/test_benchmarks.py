@@ -154,7 +154,7 @@ def test_clients_with_a_heavy_tail() -> None:
     assert (len(work.sizes), sum(work.sizes)) == (1000, 69_035)
     mean = fmean(work.sizes)
     spread = fmean((size - mean) ** 2 for size in work.sizes) ** 0.5
-    assert spread == pytest.approx(106, rel=0.15)
+    assert spread == pytest.approx(106, rel=0.02)
 
 
 def test_waste_of_even_clients_is_none() -> None:

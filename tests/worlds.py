@@ -66,9 +66,12 @@ def federation(
 
 
 def servers(training: Training, server: Server, rounds: int) -> Iterator[Server]:
-    with torch.no_grad():
-        for closed in training.rounds(server, 0, rounds):
-            yield closed.server
+    """One after another; gradients are off within a round only, not in whoever is asking."""
+    closing = training.rounds(server, 0, rounds)
+    for _ in range(rounds):
+        with torch.no_grad():
+            closed = next(closing)
+        yield closed.server
 
 
 def cohort_shards(training: Training, index: int) -> list[tuple[int, Shard]]:

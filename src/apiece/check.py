@@ -222,13 +222,13 @@ def _bits_differ(a: Tree, b: Tree) -> list[str]:
 
 
 def _distance(a: Tree, b: Tree) -> tuple[float, str]:
-    """The largest difference relative to its leaf, and that leaf's path."""
+    """The largest difference relative to its leaf, or to 1 if that is larger, and that leaf's path."""
     worst = (0.0, "")
     right = tree.flatten(b)
     for path, x in tree.flatten(a).items():
         if isinstance(x, Tensor) and x.numel():
             x, y = x.double(), right[path].double()
-            gap = float((x - y).abs().max() / y.abs().max().clamp(min=0.1))
+            gap = float((x - y).abs().max() / y.abs().max().clamp(min=1.0))
             worst = max(worst, (math.inf if math.isnan(gap) else gap, path))
     return worst
 

@@ -77,7 +77,8 @@ class Training:
         method, cohort, data = self.federation.method, opened.cohort, opened.cohort.data
         round = opened.round._replace(replies=outcome.finite.sum())
         updated = method.server_update(self.federation.task, server, outcome.update, round)
-        server = tree.where(outcome.weight > 0, updated, server)
+        # Contiguous, as a checkpoint gives them back: sums over another layout may round otherwise.
+        server = tree.contiguous(tree.where(outcome.weight > 0, updated, server))
         size = 0 if method.pooled else len(cohort.ids)
         up, down = self.shapes.of(opened.broadcast).bytes_up * size, tree.nbytes(opened.broadcast) * size
         labels = np.bincount(data.labels[cohort.train.rows], minlength=data.classes)

@@ -71,6 +71,10 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     return map(choose, a, b)
 
 
+def contiguous(tree: Tree) -> Tree:
+    return map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def zeros(tree: Tree) -> Tree:
     return map(torch.zeros_like, tree)
 

@@ -29,7 +29,7 @@ from apiece.check import _bits_differ, _stressed, _World
 from apiece.choice import Option, choose
 from apiece.data.lazy import lazily
 from apiece.data.synthetic import Population
-from apiece.engines.base import Member, client_phase
+from apiece.engines.base import Call, Federation, Member, Program, client_phase
 from apiece.engines.processes import Processes, obstacle
 from apiece.engines.sequential import Sequential
 from apiece.evaluate import evaluate
@@ -158,6 +158,22 @@ def test_clients_made_when_asked_for(engine: Processes) -> None:
             pairs = evaluate(one, training.federation, broadcast, [50, 3, 17, 4, 9], 3)
         found.append((closed, {name: tuple(map(torch.from_numpy, pair)) for name, pair in pairs.items()}))
     assert same(*found)
+
+
+def _echo(federation: Federation, even: tuple[bool, ...], shared: Tensor, given: Tensor) -> Tree:
+    return torch.ones(100), given, shared, given[:0]
+
+
+def test_answers_that_are_parts_of_what_was_given(engine: Processes) -> None:
+    """They lie where answers are put: in shared memory. With tensors of every kind, and of no entries."""
+    training, _ = federation(METHOD, engine, SIZES, 5)
+    f = replace(training.federation, data=training.sampler(training.federation.data, training.round(0)).data)
+    kinds = (torch.float64, torch.int64, torch.bool, torch.uint8, torch.bfloat16)
+    given = [torch.arange(2.0).repeat(1, 50).mul(i + 1).to(kind) for i, kind in enumerate(kinds)]
+    shared = torch.arange(6).reshape(2, 3).T
+    calls = [Call(Program(_echo, f), shared, (some,), "") for some in given]
+    for some, found in zip(given, engine.answers(calls), strict=True):
+        assert same(found, (torch.ones(1, 100), some, shared.contiguous()[None], some[:, :0]))
 
 
 def test_another_method_in_the_same_engine(engine: Processes) -> None:

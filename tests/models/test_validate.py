@@ -46,7 +46,7 @@ def conv(*layers):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", [*sorted(MODELS), "mlp(norm=True)", "cnn(norm=True)"])
 def test_the_registered_models_are_sound(name, engine):
-    validate(build(name, (64,), 10), engine, (64,), 10)
+    validate(build(name, (144,), 10), engine, (144,), 10)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -360,10 +360,11 @@ def _spread(condition: Tensor, like: Tensor) -> Tensor:
 
 
 def _finite(replies: Tree) -> Tensor:
-    """Per client: no floating leaf holds a NaN or an infinity, which would be its largest magnitude."""
-    largest = [
-        torch.linalg.vector_norm(leaf.reshape(len(leaf), -1), math.inf, dim=1)
+    """Per client: no floating leaf holds a NaN or an infinity, for one of its extremes would be it."""
+    rows = [
+        leaf.reshape(len(leaf), -1)
         for leaf in tree.tensors(replies)
         if leaf.is_floating_point() and leaf.numel()
     ]
-    return torch.stack(largest).isfinite().all(0)
+    extremes = [extreme for row in rows for extreme in (row.amax(1), row.amin(1))]
+    return torch.stack(extremes).isfinite().all(0)

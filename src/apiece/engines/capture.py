@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import replace
@@ -78,8 +79,11 @@ class Captured(Vectorized):
         begin = time.perf_counter()
         held = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, given)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = super().each(program, *held)
+        with warnings.catch_warnings():
+            # A first state that is the start itself needs no kernel.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)
+            with torch.cuda.graph(graph, pool=self._pool):
+                outputs = super().each(program, *held)
         self.captures += 1
         seconds = time.perf_counter() - begin
         log.info("CUDA graph %d: %s recorded in %.2f s", self.captures, program.fn.__name__, seconds)

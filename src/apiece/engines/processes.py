@@ -85,24 +85,20 @@ class Processes(Sequential):
             return
         self._begin(first[0].program.federation)
         phase = _Phase(chain(first, pending), self._posted(first[0]))
-        try:
-            while True:
-                self._take(phase)
-                self._give(phase)
-                if len(phase.ready) <= self._most and phase.prepare():
-                    continue
-                if phase.turn in phase.answers:
-                    yield phase.next()
-                elif any(child.calls for child in self._children):
-                    wait([child.connection for child in self._children if child.calls])
-                else:
-                    return
-        finally:
-            if any(child.calls for child in self._children):
-                _end(self._children, os.getpid())
+        while True:
+            self._take(phase)
+            self._give(phase)
+            if len(phase.ready) <= self._most and phase.prepare():
+                continue
+            if phase.turn in phase.answers:
+                yield phase.next()
+            elif any(child.calls for child in self._children):
+                wait([child.connection for child in self._children if child.calls])
+            else:
+                return
 
     def _begin(self, federation: Federation) -> None:
-        """Children that have this method and task, are alive and have nothing to do."""
+        """Children that have this method and task, are alive and have nothing to do, as after an error."""
         if not self._fits(federation) or any(child.calls for child in self._children):
             _end(self._children, os.getpid())
             self._base = federation
