@@ -77,8 +77,8 @@ def read(folder: Path, run_id: str, template: Tree, device: Any) -> Checkpoint |
         if meta["run"] != run_id:
             raise ApieceError(f"checkpoint {newest} belongs to another experiment. {mend}")
         # Copies, in memory that PyTorch has aligned as all its own: products of others may round otherwise.
-        found = load_file(newest / "server.safetensors", device=str(device))
-        values = {**{path: leaf.clone() for path, leaf in found.items()}, **meta["scalars"]}
+        leaves = load_file(newest / "server.safetensors", device=str(device))
+        values = {**{path: leaf.clone() for path, leaf in leaves.items()}, **meta["scalars"]}
         return Checkpoint(meta["round"], tree.restore(template, values), meta["log"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ApieceError(f"checkpoint {newest} is damaged: {error}. {mend}") from error
