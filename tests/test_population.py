@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks import population
 
 from apiece import ApieceError, Experiment, resume, run
 from apiece.data import synthetic
@@ -116,3 +119,16 @@ def test_scores_of_some_are_those_of_all() -> None:
 def test_the_number_of_clients_to_score_is_checked() -> None:
     with pytest.raises(ApieceError, match="evaluate_clients must be at least 0"):
         Experiment(evaluate_clients=-1)
+
+
+def test_the_benchmark_of_populations_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two small ones, each in its process; no time is asserted."""
+    file = tmp_path / "population.json"
+    sizes = ("--populations", "200", "2000", "--rounds", "7", "--repeat", "1")
+    monkeypatch.setattr(sys, "argv", ["population", *sizes, "--json", str(file)])
+    population.main()
+    rows = json.loads(file.read_text())["populations"]
+    assert [row["clients"] for row in rows] == [200, 2000]
+    assert all(row["round_seconds"] > 0 and row["peak_mb"] > 0 for row in rows)
+    assert {row["state_parameters"] for row in rows} == {10_022}
+    assert rows[0]["ratios"] == dict.fromkeys(population.FIGURES, 1.0)

@@ -173,18 +173,25 @@ class _World:
 
     def play(self, engine: Engine) -> Iterator[_Snapshot]:
         """What there is to see after each round."""
-        training = self.training(engine)
-        ids = list(range(len(SIZES)))
-        server = self.server()
-        for closed in training.rounds(server, 0, ROUNDS):
-            server = closed.server
-            broadcast = training.broadcast(server, closed.round.index + 1)
-            states = training.federation.states(engine, broadcast, ids)
-            found = models(engine, training.federation, broadcast, ids, closed.round.index + 1)
-            yield _Snapshot(server, states, found)
+        training, server = self.training(engine), self.server()
+        for index in range(ROUNDS):
+            seen = _turn(training, server, index)
+            server = seen.server
+            yield seen
+
+
+def _turn(training: Training, server: Server, index: int) -> _Snapshot:
+    """What there is to see after round `index`."""
+    (closed,) = training.rounds(server, index, index + 1)
+    everyone = list(range(len(SIZES)))
+    broadcast, f = training.broadcast(closed.server, index + 1), training.federation
+    states = f.states(training.engine, broadcast, everyone)
+    found = models(training.engine, f, broadcast, everyone, index + 1)
+    return _Snapshot(closed.ids, closed.server, states, found)
 
 
 class _Snapshot(NamedTuple):
+    cohort: tuple[int, ...]
     server: Server
     clients: Tree
     models: list[tuple[Params, Params]]  # initial, personalized
@@ -306,10 +313,17 @@ def _arguments_unchanged(world: _World) -> Iterator[str]:
 
 
 def _engines_agree(world: _World) -> Iterator[str]:
+    """After every round that both begin in the same state: what a server amplifies does not add up."""
     device = world.task.device
-    turns = zip(world.play(Sequential(device)), world.play(vectorized(device, len(SIZES))), strict=True)
-    for index, (one, many) in enumerate(turns):
-        gap, path = _distance(one, many)
+    engines = (Sequential(device), vectorized(device, len(SIZES)))
+    alone, together = (world.training(engine) for engine in engines)
+    server = world.server()
+    for index in range(ROUNDS):
+        one, many = _turn(alone, server, index), _turn(together, server, index)
+        server = one.server
+        cohort = torch.as_tensor(one.cohort, device=device)
+        together.federation.store.put(one.cohort, tree.take(one.clients, cohort))
+        gap, path = _distance(one[1:], many[1:])
         if gap > TOLERANCE:
             yield (
                 f"sequential and vectorized differ by {gap:.1e} at {path} in round {index}: use local.loop "

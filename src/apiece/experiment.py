@@ -70,6 +70,8 @@ class Experiment:
         ):
             if getattr(self, name) < least:
                 raise ApieceError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.engine == "processes" and self.threads > 1:
+            raise ApieceError("each of the processes has one thread: leave --threads out")
         for name, options in (
             ("on_nan", ("stop", "skip")),
             ("store", (AUTO, "memory", "mapped")),

@@ -241,10 +241,12 @@ def _engines(task: Task, experiment: Experiment, data: Clients) -> dict[str, str
         return {asked: ""}
     found = problems(task, "vectorized", data.input_shape, data.classes)
     engines = {"vectorized": found[0].why if found else "", "sequential": ""}
-    # One of several processes leaves the other cores to the others; so does who asks for few threads.
-    alone = multiprocessing.parent_process() is None and not experiment.threads
-    several = (experiment.processes or cpus() * alone) > 1 and experiment.cohort > 1
-    return engines | ({"processes": ""} if several and not obstacle(task.device) else {})
+    # Who says how many threads, or is one of several processes already, leaves the other cores to others.
+    alone = experiment.threads == 0 and multiprocessing.parent_process() is None
+    count = experiment.processes or (cpus() if alone else 1)
+    if min(count, experiment.cohort) > 1 and not obstacle(task.device):
+        engines["processes"] = ""
+    return engines
 
 
 def _layers(

@@ -250,7 +250,7 @@ class Elsewhere(nn.Linear):
 
 
 def test_what_ends_every_process_is_told(engine: Processes) -> None:
-    told = r"3 processes ended \(exit code 7\) in client_update of FedAvg, round 0, clients \[3\]"
+    told = r"3 processes ended \(exit code 7\) in client_update of FedAvg, round 0, clients \[\d\]"
     with pytest.raises(ApieceError, match=told):
         ends(METHOD, engine, net=lambda: Elsewhere(lambda: os._exit(7)))
 
@@ -313,6 +313,13 @@ def test_classes_that_cannot_travel_are_told_and_auto_does_without(engine: Proce
         option, reason = choose(training, server, {"sequential": "", "processes": ""}, 8, 1, 2, 10)
     assert option == Option("sequential", 1)
     assert "cannot send this to another process" in reason
+
+
+def test_where_it_cannot_be_used() -> None:
+    with pytest.raises(ApieceError, match="it computes on a CPU, and the device is cuda"):
+        Processes(torch.device("cuda"), 2)
+    with pytest.raises(ApieceError, match="each of the processes has one thread"):
+        Experiment(engine="processes", threads=2)
 
 
 # Nothing is left

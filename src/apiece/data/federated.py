@@ -134,6 +134,7 @@ class Federated(Clients):
     seen: NDArray[np.bool_]
     proxy: Ints  # rows of the server's own, taken out of the seen clients' training rows
     partition: str = ""
+    lasting: bool = True  # False: made for one cohort and gone after it
 
     def take(self, ids: Sequence[int]) -> Federated:
         """The arrays stay as they are."""

@@ -75,6 +75,7 @@ class Lazy(Clients):
             names=tuple(self.names[int(client)] for client in ids),
             train=Ragged.of([train for train, _ in pairs]),
             test=Ragged.of([test for _, test in pairs]),
+            lasting=False,
             seen=self.seen[list(ids)],
             proxy=np.zeros(0, dtype=np.int64),
             partition=self.partition,

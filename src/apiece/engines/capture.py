@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apiece import tree
+from apiece.data.federated import Federated
 from apiece.engines.base import Program, ceiling
 from apiece.engines.vectorized import Vectorized
 from apiece.shard import Rows
@@ -51,6 +52,9 @@ class Captured(Vectorized):
         self.captures = 0
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        if isinstance(program.federation.data, Federated) and not program.federation.data.lasting:
+            # A recording would hold on to examples that are made for this cohort alone.
+            return super().each(program, shared, clients)
         count = tree.leaves(clients)[0].shape[0]
         program, clients = _rounded(program, clients, ceiling(count, digits=4))
         answers = self._replayed(program, shared, clients)
