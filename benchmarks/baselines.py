@@ -52,7 +52,8 @@ def measure(row: str, out: Path, trials: int) -> Path:
     scores: dict[str, list[dict[str, float]]] = {}
     for partition in PARTITIONS:
         described = replace(found.experiment, partition=partition)
-        scores[partition] = [all_clients(one) for one in run_replicas(described, dict.fromkeys(SEEDS))]
+        replicas = [(replace(described, seed=seed), None) for seed in SEEDS]
+        scores[partition] = [all_clients(one) for one in run_replicas(replicas)]
     figures = {
         "row": row,
         "settings": found.settings,

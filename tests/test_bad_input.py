@@ -78,8 +78,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--set epochs=-1", "local.epochs must not be negative, got -1"),
         ("--set personal.batch_size=-1", "personal.batch_size must not be negative, got -1"),
         ("--test 1.5", "the test share must lie in [0, 1), got 1.5"),
-        ("--unseen 1", "the unseen share must lie in [0, 1), got 1.0"),
-        ("--unseen 0.99", "an unseen share of 0.99 leaves none of 8 clients to train with"),
+        ("--test 0", "digits has no test examples of its own: give a share to hold out, --test 0.25"),
+        ("--unseen 1.5", "unseen must be a share in [0, 1) or a whole number of clients, got 1.5"),
+        ("--unseen 0.99", "unseen = 0.99 leaves none of 8 clients to train with"),
+        ("--unseen 8", "unseen = 8 leaves none of 8 clients to train with"),
+        ("--testers seen", "unknown testers 'seen'"),
     ],
 )
 def test_refused_before_anything_is_written(here: Path, arguments: str, message: str) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from apiece import cli, experiment, session
 from apiece.check import Finding
+from apiece.data import DATASETS
 from apiece.experiment import Experiment
 from tests.command import SIZES, SMALL, apiece, interrupted, strict, table
 
@@ -25,6 +26,7 @@ COMMANDS = (
     "report",
     "methods",
     "datasets",
+    "download",
     "models",
     "check",
     "export",
@@ -556,7 +558,7 @@ def test_lists() -> None:
     assert {"fedavg", "local", "reptile", "elastic"} <= {
         row["name"] for row in apiece("methods", "--json").json
     }
-    assert {row["name"] for row in apiece("datasets", "--json").json} == {"digits", "synthetic", "population"}
+    assert {row["name"] for row in apiece("datasets", "--json").json} == set(DATASETS)
     assert {"logistic", "svm", "mlp", "cnn"} <= {row["name"] for row in apiece("models", "--json").json}
     assert "elastic(…)" in apiece("methods").out
     assert "PATH" in apiece("datasets").out

@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = Path(apiece.__file__).parent
 PAGES = (
     *(f"docs/{name}.md" for name in ("architecture", "add-a-method", "data", "reliability", "results")),
-    *("docs/tune.md", "docs/performance.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *("docs/measures.md", "docs/tune.md", "docs/performance.md", "CONTRIBUTING.md", "CHANGELOG.md"),
     *(f"docs/methods/{path.name}" for path in sorted((ROOT / "docs/methods").glob("*.md"))),
 )
 QUICK = {"--rounds": "2", "--evaluate-every": "2", "--engine": "vectorized", "--threads": "1"}

@@ -106,7 +106,7 @@ def test_folders_are_those_of_separate_runs(tmp_path: Path) -> None:
     experiment = Experiment(
         method="fedec", clients=8, cohort=3, rounds=4, evaluate_every=2, engine="vectorized", threads=1
     )
-    run_replicas(experiment, {seed: tmp_path / f"together-{seed}" for seed in SEEDS})
+    run_replicas([(replace(experiment, seed=seed), tmp_path / f"together-{seed}") for seed in SEEDS])
     for seed in SEEDS:
         run(replace(experiment, seed=seed), tmp_path / f"alone-{seed}")
         one, other = (tmp_path / f"{kind}-{seed}" for kind in ("together", "alone"))
@@ -126,15 +126,15 @@ def test_an_interrupted_replica_goes_on_alone(tmp_path: Path) -> None:
     experiment = Experiment(
         clients=8, cohort=3, rounds=4, evaluate_every=2, checkpoint_every=2, engine="vectorized", threads=1
     )
-    places = {0: tmp_path / "a", 1: tmp_path / "b"}
-    run_replicas(experiment, {0: tmp_path / "whole", 1: tmp_path / "other"})
+    seeds = (experiment, replace(experiment, seed=1))
+    run_replicas(list(zip(seeds, (tmp_path / "whole", tmp_path / "other"), strict=True)))
 
     def stop(done: int, scores: object) -> None:
         if done == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_replicas(experiment, places, stop)
-    resume(places[0])
+        run_replicas(list(zip(seeds, (tmp_path / "a", tmp_path / "b"), strict=True)), stop)
+    resume(tmp_path / "a")
     ours, theirs = (load_file(tmp_path / name / "model" / "initial.safetensors") for name in ("a", "whole"))
     assert_close(ours, theirs)

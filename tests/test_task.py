@@ -51,6 +51,12 @@ def test_weighted_mean_ignores_what_padding_computes():
     assert weighted_mean(values, torch.zeros(4)).item() == 0.0
 
 
+def test_an_example_of_several_values_counts_their_mean():
+    """(1 + 3) / 2 and (5 + 7) / 2; what padding computes may be anything."""
+    values = torch.tensor([[1.0, 3.0], [5.0, 7.0], [torch.nan, 9.0]])
+    assert weighted_mean(values, torch.tensor([1.0, 1.0, 0.0])).item() == 4.0
+
+
 @pytest.mark.parametrize("losses", [cross_entropy, hinge])
 def test_padding_changes_neither_objective_nor_gradient(losses):
     task = Task(lambda: nn.Sequential(nn.Linear(2, 8), Dropout(0.5), nn.Linear(8, 3)), losses)

@@ -14,6 +14,7 @@ import torch
 from apiece.engines.base import Engine, Federation, Member, client_phase
 from apiece.engines.capture import vectorized
 from apiece.engines.processes import Processes
+from apiece.engines.ray import Cluster, Ray, inside
 from apiece.engines.sequential import Sequential
 from apiece.errors import ApieceError
 from apiece.evaluate import evaluate
@@ -36,7 +37,7 @@ class Choice:
     device: str
     chunk: int
     threads: int  # of each process
-    processes: int  # that compute clients; 1: this one
+    processes: int  # that compute clients, actors among them; 1: this one
     layers: dict[str, str]  # those not computed PyTorch's own way, and how
     store: str
     data: str  # a hash of the examples
@@ -61,6 +62,15 @@ def build(name: str, device: torch.device, chunk: int, processes: int = 1) -> En
     if name == Sequential.name:
         return Sequential(device)
     return Processes(device, processes) if name == Processes.name else vectorized(device, chunk)
+
+
+def rebuild(choice: Choice, actors: int, address: str) -> Engine:
+    """The engine that was chosen. How many actors there are changes nothing; 0: as there is room for now."""
+    device = torch.device(choice.device)
+    if name := inside(choice.engine):
+        cluster = Cluster(device, actors, choice.threads)
+        return Ray(name, choice.chunk, cluster, address, choice.layers)
+    return build(choice.engine, device, choice.chunk, choice.processes)
 
 
 def pick_device(name: str) -> torch.device:
@@ -105,12 +115,14 @@ def choose(
     threads: int,
     processes: int,
     rounds: int,
+    device: torch.device | None = None,
 ) -> tuple[Option, str]:
     """The fastest way, and how that is known. `engines`: those allowed, and why each cannot run, or ''.
 
-    `threads` 0: any number of them; `processes`: how many where there are several; `rounds`: of the run.
+    `threads` 0: any number of them; `processes`: how many where there are several; `rounds`: of the run;
+    `device`: where clients are computed, if not where the task is.
     """
-    device = training.federation.task.device
+    device = device or training.federation.task.device
     able = [name for name, why in engines.items() if not why]
     barred = [f"{name} cannot run this model: {why}" for name, why in engines.items() if why]
     if device.type == "cuda":

@@ -19,11 +19,14 @@ from rich.markup import escape
 
 from apiece import catalog, session, settings, terminal
 from apiece import experiment as experiments
+from apiece import reproduce as papers
 from apiece.check import examine
 from apiece.choice import pick_device
 from apiece.data import DATASETS
-from apiece.errors import ApieceError
+from apiece.data.place import data_folder
+from apiece.errors import ApieceError, unknown
 from apiece.experiment import Experiment
+from apiece.federation.commands import app as federate
 from apiece.folder import json_text
 from apiece.models import MODELS
 from apiece.traffic import traffic
@@ -39,6 +42,9 @@ app = typer.Typer(
     help="Personalized federated learning: many clients, each with its own small data, end up with a good "
     "model **apiece**.\n\nStart with `apiece run`, then `apiece report`.",
 )
+
+
+app.add_typer(federate)
 
 
 WHAT, HOW, WHERE = "What to train", "How to run", "Output"
@@ -64,6 +70,9 @@ class Flag(NamedTuple):
 FLAGS = (
     Flag("method", WHAT, "A method (`apiece methods`), `wrapper(method)`, or `file.py:Class`.", ("-m",)),
     Flag("data", WHAT, "A dataset (`apiece datasets`), or your own .npz, .csv, .parquet file or folder."),
+    Flag(
+        "data_dir", WHAT, "The folder of datasets' files. Default: what APIECE_DATA says, or ~/.cache/apiece."
+    ),
     Flag("client_column", WHAT, "Your data's column of clients."),
     Flag("label_column", WHAT, "Your data's column of labels."),
     Flag("model", WHAT, "A model (`apiece models`): `mlp`, `mlp(hidden=(64,32))`, or `file.py:factory`."),
@@ -71,12 +80,14 @@ FLAGS = (
     Flag(
         "partition",
         WHAT,
-        "How to deal: `iid`, `dirichlet:ALPHA[:MIN]`, `classes:K`, `power:SIGMA` or `natural`; `auto` is "
-        "`natural` for data with clients of its own, else `classes:4`.",
+        "How to deal: `iid`, `dirichlet:ALPHA[:MIN]`, `classes:K`, `power:SIGMA[:K[:FLOOR]]`, "
+        "`lognormal:MEAN:SIGMA:K[:MORE]`, `uniform:K:LOW:HIGH` or `natural[:MOST]`; `auto` is `natural` for "
+        "data with clients of its own, else `classes:4`.",
     ),
     Flag("partition_seed", WHAT, "Seed of the deal."),
-    Flag("test", WHAT, "Share of each client's examples held out for testing."),
-    Flag("unseen", WHAT, "Share of the clients that never train."),
+    Flag("test", WHAT, "Share of each client's examples held out; 0: the data's own test examples."),
+    Flag("testers", WHAT, "Who holds examples out: `all` clients, or the `unseen` ones alone."),
+    Flag("unseen", WHAT, "Share of the clients that never train, or from 1 on their number."),
     Flag("proxy", WHAT, "Share of the seen clients' training examples that becomes the server's own."),
     Flag("also", WHAT, "Another dataset to score as well, its clients as newcomers; may be repeated."),
     Flag("start", WHAT, "A run's folder or a .safetensors file whose model to start from."),
@@ -85,15 +96,24 @@ FLAGS = (
     Flag("cohort", WHAT, "Clients per round."),
     Flag("sampler", WHAT, "`uniform`; or, re-dealing rows, `client_drift`, `period_drift` or `no_drift`."),
     Flag("seed", WHAT, "Seed of the training: one seed, one sequence of cohorts and batches."),
-    Flag("engine", HOW, "`sequential`, `vectorized`, `processes` (on a CPU), or `auto`: the fastest."),
+    Flag(
+        "engine",
+        HOW,
+        "`sequential`, `vectorized`, `processes` (on a CPU), or `auto`: the fastest of them; or `ray`, a "
+        "cluster.",
+    ),
     Flag("device", HOW, "`cpu`, `cuda`, `cuda:N`, or `auto`."),
     Flag("chunk", HOW, "Clients computed at once, at the most."),
     Flag("precision", HOW, "Of products on a GPU: `tf32`, `fp32` or `bf16`; a CPU computes in fp32."),
     Flag("threads", HOW, "CPU threads; 0: as many as are fastest."),
-    Flag("processes", HOW, "Processes of the engine of that name, of one thread each; 0: one for each CPU."),
+    Flag("processes", HOW, "Of the engine of that name; of `ray`, actors; 0: one for each CPU, or each GPU."),
+    Flag("address", HOW, "Of the Ray cluster. Default: RAY_ADDRESS, or one that is begun on this machine."),
     Flag("store", HOW, "Where clients' states are kept: `memory`, `mapped` (on disk), or `auto`."),
     Flag("evaluate_every", HOW, "Rounds between evaluations."),
-    Flag("evaluate_clients", HOW, "Clients to score, always the same ones; 0: all."),
+    Flag("evaluate_last", HOW, "Last rounds that are all evaluated, to average over them."),
+    Flag("evaluate_group", HOW, "Clients to score: `all`, `seen` or `unseen`."),
+    Flag("evaluate_clients", HOW, "How many of them, always the same ones; 0: all."),
+    Flag("evaluate_at_end", HOW, "How many after the last round; -1: as before it."),
     Flag("checkpoint_every", HOW, "Rounds between checkpoints."),
     Flag("target", HOW, "Score for the rounds-to-target figure."),
     Flag("on_nan", HOW, "An update that is not finite: `stop` the run, or `skip` and count it."),
@@ -204,16 +224,15 @@ def compare(
     folder = flags["out"] or _free_folder("compare", base.data)
     again = f"the same command and --out {folder}"
     for name in names:
-        fresh = {
-            described.seed: folder / place
+        fresh = [
+            (described, folder / place)
             for place, described in plan.items()
             if described.method == name and not (folder / place / "experiment.toml").exists()
-        }
-        first = next(described for described in plan.values() if described.method == name)
-        if len(fresh) > 1 and session.side_by_side(first):
-            title = f"{name} seeds {', '.join(map(str, fresh))}"
-            with terminal.bar(title, first.rounds, flags["json"], folder, again) as tick:
-                session.run_replicas(first, fresh, tick)
+        ]
+        if len(fresh) > 1 and session.side_by_side(fresh[0][0]):
+            title = f"{name} seeds {', '.join(str(described.seed) for described, _ in fresh)}"
+            with terminal.bar(title, fresh[0][0].rounds, flags["json"], folder, again) as tick:
+                session.run_replicas(fresh, tick)
     for place, described in plan.items():
         title = f"{described.method} seed {described.seed}"
         with terminal.bar(title, described.rounds, flags["json"], folder / place, again) as tick:
@@ -347,6 +366,109 @@ def tune(
 
 
 @app.command()
+def reproduce(
+    table: Annotated[
+        str, typer.Argument(help="A table's id; `list` shows them; `page` writes docs/results.md and .html.")
+    ] = "list",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROW/COLUMN", help="Some cells, `*` fits anything. May be repeated."),
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="`full`: the paper's setting; `smoke`: toy sizes on toy files.")
+    ] = "full",
+    seeds: Annotated[str | None, typer.Option(help="Seeds: `0-4` or `0,3,7`. Default: the table's.")] = None,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Search for the settings that the paper leaves open, and stop."),
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="Cells trained, or searched, at once, each by a process.")] = 1,
+    device: Annotated[str, typer.Option(help="`cpu`, `cuda`, or `auto`.")] = "auto",
+    experiments: Annotated[Path, typer.Option(help="Folder of the tables' files.")] = Path("experiments"),
+    results: Annotated[Path, typer.Option(help="Folder of the ledgers.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/reproduce"),
+    json: JsonFlag = False,
+) -> None:
+    """Run a paper's table again, on its data, and show our numbers beside the paper's.
+
+    What is in the ledger (results/TABLE.jsonl) is not run again; what was interrupted goes on. Settings that
+    a paper leaves open are searched first, by `--search`: on validation examples of the training clients,
+    with as many trials for every row (results/TABLE-search.jsonl).
+
+    Examples:
+
+    - `apiece reproduce list`
+
+    - `apiece reproduce p5-figure1 --only "*/MNIST" --seeds 0-2`
+
+    - `apiece reproduce p1-table2 --search --only "*/FEMNIST*"`
+
+    - `apiece reproduce p3-table1 --scale smoke`
+    """
+    known = papers.tables(experiments)
+    if table == "list":
+        terminal.show_tables(known, results, json)
+        return
+    if table == "page":
+        for place in terminal.write_results(known, results, Path("docs")):
+            typer.echo(place)
+        return
+    if table not in known:
+        raise unknown("table", table, known)
+    if scale not in papers.SCALES:
+        raise unknown("scale", scale, papers.SCALES)
+    place = results / f"{table}.jsonl" if scale == "full" else out / scale / f"{table}.jsonl"
+    work = papers.Reproduction(known[table], scale, out, place, device, experiments)
+    if search:
+        failed = _searched(work, work.unsearched(only or []), jobs, json)
+        terminal.show_searched(work, json)
+        _refuse(failed)
+        return
+    missing = work.missing(only or [], [] if seeds is None else _seeds(seeds, Experiment()))
+    again = "the same command"
+    failed = {}
+    if jobs > 1:
+        with terminal.bar(table, len(missing), json, place.parent, again, place.name) as tick:
+            for done, (cell, found) in enumerate(papers.run_all(work, missing, jobs), 1):
+                if isinstance(found, BaseException):
+                    failed[cell] = found
+                tick(done, None)
+    else:
+        for cell, left in missing.items():
+            rounds = known[table].at(cell, scale).rounds
+            with terminal.bar("/".join(cell), rounds, json, place.parent, again, place.name) as tick:
+                work.run(cell, left, tick)
+    terminal.show_reproduced(known[table], scale, place, json)
+    _refuse(failed)
+
+
+def _searched(
+    work: papers.Reproduction, places: list[papers.Place], jobs: int, quiet: bool
+) -> dict[papers.Place, BaseException]:
+    """Carry out searches; those that failed."""
+    failed, title = {}, f"{work.table.id} searches"
+    with terminal.bar(
+        title, len(places), quiet, work.searches.parent, "the same command", work.searches.name
+    ) as tick:
+        if jobs == 1:
+            for done, place in enumerate(places, 1):
+                work.search(place, lambda trials: None)
+                tick(done, None)
+        else:
+            for done, (place, found) in enumerate(papers.search_all(work, places, jobs), 1):
+                if isinstance(found, BaseException):
+                    failed[place] = found
+                tick(done, None)
+    return failed
+
+
+def _refuse(failed: dict[papers.Place, BaseException]) -> None:
+    if failed:
+        first = next(iter(failed.items()))
+        raise ApieceError(f"{len(failed)} cells failed; {'/'.join(first[0])}: {first[1]}")
+
+
+@app.command()
 def curves(folder: RunFolder, json: JsonFlag = False) -> None:
     """Adaptation curves of a run: its unseen clients' score by personalization epochs and by local examples.
 
@@ -364,7 +486,7 @@ def curves(folder: RunFolder, json: JsonFlag = False) -> None:
             {
                 "along": p.along,
                 "amount": str(p.amount),
-                "accuracy in %": f"{100 * p.mean:.1f}",
+                f"{opened.federation.task.headline} in %": f"{100 * p.mean:.1f}",
                 "worst 10 %": f"{100 * p.worst10:.1f}",
             }
             for p in points
@@ -434,10 +556,34 @@ def methods(
 
 @app.command()
 def datasets(json: JsonFlag = False) -> None:
-    """The built-in datasets; your own are given to `--data` as a path."""
+    """The datasets known by name; your own are given to `--data` as a path."""
     rows = [{"name": name, "what": what} for name, what in DATASETS.items()]
     own = {"name": "PATH", "what": "your own .npz, .csv or .parquet file, or a folder with a file per client"}
     terminal.show_rows(rows if json else [*rows, own], json)
+
+
+@app.command()
+def download(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset (`apiece datasets`).")],
+    data_dir: Annotated[
+        str, typer.Option(help="The data folder. Default: what APIECE_DATA says, or ~/.cache/apiece.")
+    ] = "",
+    json: JsonFlag = False,
+) -> None:
+    """Fetch a dataset into the data folder, or say where it is to be had by hand.
+
+    Files are checked against their published checksums. What was interrupted goes on where it broke off.
+
+    Example: `apiece download cifar10 --data-dir data`
+    """
+    from apiece.data import download as downloads
+
+    if name in downloads.BY_HAND:
+        typer.echo(downloads.BY_HAND[name])
+        return
+    with terminal.download_bar(json) as tick:
+        found = downloads.download(name, data_folder(data_dir), tick)
+    terminal.show_rows([{"name": name, "file": str(path)} for path in found], json)
 
 
 @app.command()

@@ -15,9 +15,11 @@ from torch import Tensor
 from apiece import random, tree
 from apiece.data.federated import Clients, Ints
 from apiece.engines.base import Call, Engine, Federation, Program, cut
+from apiece.errors import ApieceError
 from apiece.method import Broadcast
 from apiece.params import Params
 from apiece.shard import Rows, Shard
+from apiece.task import Task
 from apiece.tree import Tree
 
 Floats = NDArray[np.float64]
@@ -28,6 +30,26 @@ class Pair(NamedTuple):
 
     initial: Floats
     personalized: Floats
+
+
+class Outputs(NamedTuple):
+    """What a client's two models say to its test examples, and the labels."""
+
+    initial: Tensor
+    personalized: Tensor
+    y: Tensor
+
+
+class Scores(NamedTuple):
+    pairs: dict[str, Pair]
+    outputs: list[Outputs]  # by client; none if the task has no measure over many clients' examples
+
+
+class Total(NamedTuple):
+    """A measure over the examples of many clients together."""
+
+    initial: float
+    personalized: float
 
 
 class Group(NamedTuple):
@@ -57,9 +79,16 @@ def models(
     return [out[position] for position in range(len(ids))]
 
 
-def chosen(data: Clients, count: int, key: int) -> Ints:
-    """The ids of `count` clients to score, 0 all: seen and unseen ones in proportion, some of either."""
+def chosen(data: Clients, count: int, key: int, group: str = "all") -> Ints:
+    """The ids of `count` clients to score, 0 all; of all, seen and unseen ones in proportion, some of either."""
     seen, unseen = data.seen_ids, data.unseen_ids
+    if group != "all":
+        ids = seen if group == "seen" else unseen
+        if not len(ids):
+            raise ApieceError(f"there are no {group} clients to score: change --evaluate-group or --unseen")
+        if not 0 < count < len(ids):
+            return ids
+        return np.sort(ids[random.choose(random.fold(key, group), count, len(ids))])
     if not 0 < count < data.population:
         return np.arange(data.population)
     few = min(max(round(count * len(unseen) / data.population), 1), count - 1, len(unseen))
@@ -72,14 +101,39 @@ def evaluate(
     engine: Engine, federation: Federation, broadcast: Broadcast, ids: Sequence[int], round: int
 ) -> dict[str, Pair]:
     """metric → scores of these clients, in their order, after `round` rounds."""
-    n = len(ids)
+    return score(engine, federation, broadcast, ids, round).pairs
+
+
+def score(
+    engine: Engine, federation: Federation, broadcast: Broadcast, ids: Sequence[int], round: int
+) -> Scores:
+    """The same, and what measures over many clients' examples together are taken from."""
+    n, sizes = len(ids), federation.data.sizes(ids)[1]
     pairs: dict[str, Pair] = {}
-    for chunk, scores in _each_client(engine, federation, broadcast, ids, round, _scores):
-        for which, metrics in enumerate(scores):
+    outputs: dict[int, Outputs] = {}
+    for chunk, (*scores, y) in _each_client(engine, federation, broadcast, ids, round, _scores):
+        for which, (metrics, _) in enumerate(scores):
             for name, values in metrics.items():
                 pair = pairs.setdefault(name, Pair(np.full(n, np.nan), np.full(n, np.nan)))
                 pair[which][chunk] = values.double().cpu().numpy()
-    return pairs
+        if federation.task.pooled:
+            kept = tree.to((*(of_model for _, of_model in scores), y), "cpu")
+            for at, position in enumerate(chunk):
+                outputs[position] = Outputs(*(part[at, : sizes[position]] for part in kept))
+    return Scores(pairs, [outputs[position] for position in sorted(outputs)])
+
+
+def pool(task: Task, outputs: Sequence[Outputs], chosen: NDArray[np.bool_]) -> dict[str, Total]:
+    """The task's measures over the test examples of the `chosen` clients together; of none, no measure."""
+    kept = [one for one, mine in zip(outputs, chosen, strict=True) if mine and len(one.y)]
+    fine = [one for one in kept if one.initial.isfinite().all() and one.personalized.isfinite().all()]
+    if not fine:
+        return {}
+    initial, personalized, y = (torch.cat(parts) for parts in zip(*fine, strict=True))
+    return {
+        name: Total(float(measure(initial, y)), float(measure(personalized, y)))
+        for name, measure in task.pooled.items()
+    }
 
 
 def _both(federation: Federation, broadcast: Broadcast, client: Tree, train: Shard) -> tuple[Params, Params]:
@@ -108,13 +162,16 @@ def _scores(
 ) -> Tree:
     task, examples = federation.task, federation.shard(test, even[1]).all()
 
-    def metrics(params: Params) -> dict[str, Tensor]:
+    def scored(params: Params) -> Tree:
         """A model that is not finite has no score: argmax of its outputs would be a number all the same."""
         fine = tree.finite(params, task.device)
-        found = task.metrics(task.predict(params, examples.x), examples)
-        return {name: torch.where(fine, value, torch.nan) for name, value in found.items()}
+        outputs = task.predict(params, examples.x)
+        found = task.metrics(outputs, examples)
+        metrics = {name: torch.where(fine, value, torch.nan) for name, value in found.items()}
+        return metrics, torch.where(fine, outputs, torch.nan) if task.pooled else ()
 
-    return tuple(metrics(p) for p in _both(federation, broadcast, client, federation.shard(train, even[0])))
+    both = _both(federation, broadcast, client, federation.shard(train, even[0]))
+    return *map(scored, both), examples.y if task.pooled else ()
 
 
 def _each_client(

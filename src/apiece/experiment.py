@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from apiece import catalog
+from apiece.data.federated import TESTERS
 from apiece.errors import ApieceError, unknown
 from apiece.method import Method
 from apiece.sample import SAMPLERS
 from apiece.settings import convert, to_toml
 
 AUTO = "auto"
+ENGINES = (AUTO, "sequential", "vectorized", "processes", "ray", "ray(sequential)", "ray(vectorized)")
 PROXY = 0.02  # where a method needs a proxy set and none was asked for
 
 
@@ -27,14 +29,16 @@ class Experiment:
     method: str = "fedavg"
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method; `lr` is short for `local.lr`
     data: str = "digits"  # a dataset's name, or a path to your own
+    data_dir: str = ""  # the folder of datasets' files; else APIECE_DATA says it, else ~/.cache/apiece
     client_column: str = "client"
     label_column: str = "label"
     model: str = "mlp"
     clients: int = 30
     partition: str = "auto"  # natural clients where the data has them, else classes:4
     partition_seed: int = 0
-    test: float = 0.25  # share of each client's examples held out
-    unseen: float = 0.2  # share of clients that never train
+    test: float = 0.25  # share of each client's examples held out; 0: the data's own test examples
+    testers: str = "all"  # who holds examples out: all clients, or the unseen ones alone
+    unseen: float = 0.2  # share of clients that never train; from 1 on their number
     proxy: float = 0.0  # share of the seen clients' training examples that becomes the server's
     also: tuple[str, ...] = ()  # other datasets to score as well, their clients as newcomers
     start: str = ""  # a run's folder or a .safetensors file to start from; else drawn from the seed
@@ -48,10 +52,14 @@ class Experiment:
     chunk: int = 64  # clients per chunk at the most
     precision: str = "tf32"  # of products on a GPU: tf32, fp32 or bf16; on a CPU always fp32
     threads: int = 0  # CPU threads; 0: as many as a short measurement finds fastest
-    processes: int = 0  # of one thread each, where the engine has several; 0: one for each CPU
+    processes: int = 0  # of `processes`, of one thread each; of `ray`, actors; 0: one for each CPU, or GPU
+    address: str = ""  # of the Ray cluster; else RAY_ADDRESS says it, else one is begun on this machine
     store: str = AUTO  # client states: memory, mapped (on disk), or auto
     evaluate_every: int = 10
-    evaluate_clients: int = 0  # how many are scored, always the same ones; 0: all
+    evaluate_last: int = 0  # and after each of so many last rounds
+    evaluate_group: str = "all"  # who is scored: all clients, the seen or the unseen ones
+    evaluate_clients: int = 0  # how many of them, always the same ones; 0: all
+    evaluate_at_end: int = -1  # how many after the last round; -1: as before it
     checkpoint_every: int = 10
     target: float = 0.8  # for the rounds-to-target figure
     on_nan: str = "stop"  # or skip: drop such an update and count it
@@ -65,7 +73,9 @@ class Experiment:
             ("threads", 0),
             ("processes", 0),
             ("evaluate_every", 1),
+            ("evaluate_last", 0),
             ("evaluate_clients", 0),
+            ("evaluate_at_end", -1),
             ("checkpoint_every", 1),
         ):
             if getattr(self, name) < least:
@@ -74,18 +84,20 @@ class Experiment:
             raise ApieceError("each of the processes has one thread: leave --threads out")
         for name, options in (
             ("on_nan", ("stop", "skip")),
+            ("testers", TESTERS),
             ("store", (AUTO, "memory", "mapped")),
-            ("engine", (AUTO, "sequential", "vectorized", "processes")),
+            ("engine", ENGINES),
             ("sampler", tuple(SAMPLERS)),
             ("precision", ("tf32", "fp32", "bf16")),
+            ("evaluate_group", ("all", "seen", "unseen")),
         ):
             if getattr(self, name) not in options:
                 raise unknown(name, getattr(self, name), options)
 
     @property
     def id(self) -> str:
-        """The run's id: a hash of everything above."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """The run's id: a hash of everything above, but not of where the data and the cluster are."""
+        text = json.dumps({**asdict(self), "data_dir": "", "address": ""}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def build_method(self) -> Method:

@@ -13,6 +13,8 @@ from typing import Any
 from apiece import random
 from apiece.errors import ApieceError, unknown
 
+FILES: dict[str, Path] = {}  # imported so far, by the name of their module
+
 
 def import_object(spec: str, kind: str) -> Any:
     """What `spec` names; `kind` says in error messages what it was to be.
@@ -42,7 +44,7 @@ def anchored(expression: str) -> str:
 def _import(source: str) -> ModuleType:
     _search(Path.cwd())
     if source.endswith(".py"):
-        return _import_file(Path(source).resolve())
+        return import_file(Path(source).resolve())
     return importlib.import_module(source)
 
 
@@ -51,7 +53,7 @@ def _search(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _import_file(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
     """The module of a file, run once, under a name that no other file has; it finds its neighbours."""
     name = f"{path.stem}_{random.fold(0, str(path)) % 2**32:08x}"
     if name in sys.modules:
@@ -67,4 +69,5 @@ def _import_file(path: Path) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    FILES[name] = path
     return module

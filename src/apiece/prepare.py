@@ -15,18 +15,19 @@ from safetensors.torch import load_file
 
 from apiece import data as datasets
 from apiece import models, random, tree
-from apiece.choice import Choice, build, choose, pick_device
+from apiece.choice import Choice, Option, build, choose, pick_device, rebuild
 from apiece.data.federated import Clients, Examples, Federated, Ints, resident
 from apiece.engines.base import Engine, Federation
 from apiece.engines.lowering import fastest, lowered
 from apiece.engines.processes import cpus, obstacle
+from apiece.engines.ray import CPU, Cluster, inside, join, measured_layers, serving, share
 from apiece.errors import ApieceError
-from apiece.evaluate import chosen, evaluate, summarize
+from apiece.evaluate import chosen, pool, score
 from apiece.experiment import AUTO, Experiment
 from apiece.method import Method, Server, newcomer
 from apiece.models.validate import problems, validate
 from apiece.params import Params
-from apiece.record import Record, Scored
+from apiece.record import Record, Scored, summaries
 from apiece.sample import SAMPLERS
 from apiece.shard import Rows, Shard
 from apiece.store import Store
@@ -57,10 +58,12 @@ class Session:
         key = random.as_key(random.fold(f.root, "newcomer"), self.engine.device)
         return newcomer(f.method, f.task, broadcast, f.start, key)
 
-    def scored(self, data: Clients) -> Ints:
-        """The clients of `data` that are scored: the same ones for all methods, seeds and rounds."""
+    def scored(self, data: Clients, round: int) -> Ints:
+        """The clients of `data` that are scored after so many rounds: the same for all methods and seeds."""
         e = self.experiment
-        return chosen(data, e.evaluate_clients, random.fold(e.partition_seed, "scored"))
+        ended = round == e.rounds and e.evaluate_at_end >= 0
+        count = e.evaluate_at_end if ended else e.evaluate_clients
+        return chosen(data, count, random.fold(e.partition_seed, "scored"), e.evaluate_group)
 
     def scores(self, server: Server, round: int) -> list[Scored]:
         """The clients' scores after `round` rounds, and their figures: the run's own clients first."""
@@ -68,11 +71,12 @@ class Session:
         found = []
         for test, federation in {"test": self.federation, **self.also}.items():
             data = federation.data
-            ids = self.scored(data)
-            pairs = evaluate(self.engine, federation, broadcast, ids.tolist(), round)
-            headline, n_test, seen = pairs[federation.task.headline], data.sizes(ids)[1], data.seen[ids]
-            groups = {"seen": summarize(headline, seen, n_test), "unseen": summarize(headline, ~seen, n_test)}
-            found.append(Scored(test, data, ids, pairs, groups))
+            ids = self.scored(data, round)
+            pairs, outputs = score(self.engine, federation, broadcast, ids.tolist(), round)
+            groups, seen = summaries(pairs[federation.task.headline], data, ids), data.seen[ids]
+            parts = {"seen": seen, "unseen": ~seen} if outputs else {}
+            pooled = {name: pool(federation.task, outputs, part) for name, part in parts.items()}
+            found.append(Scored(test, data, ids, pairs, groups, pooled))
         return found
 
 
@@ -85,6 +89,8 @@ def load_data(experiment: Experiment, examples: Examples | None = None) -> Clien
         unseen=experiment.unseen,
         key=random.fold(experiment.partition_seed, "partition"),
         proxy=experiment.proxy,
+        testers=experiment.testers,
+        data_dir=experiment.data_dir,
         client_column=experiment.client_column,
         label_column=experiment.label_column,
         examples=examples,
@@ -105,7 +111,9 @@ def prepare(
     """
     if beside is not None:
         choice, dealt = beside.choice, beside.federation.data
-    device = pick_device(experiment.device if choice is None else choice.device)
+    remote = inside(experiment.engine) != ""
+    asked = experiment.device if choice is None else choice.device
+    device = CPU if remote else pick_device(asked)  # the server's, and the clients' unless on a cluster
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = experiment.precision == "tf32"
     torch.backends.cudnn.deterministic = True
     data = (load_data(experiment, examples) if dealt is None else dealt).to(device)
@@ -113,21 +121,20 @@ def prepare(
         _tell_small_clients(data)
     _check(experiment, data)
     experiment = experiment.resolved(len(data.seen_ids), data.partition)
+    cluster = _cluster(experiment, data) if remote and choice is None else None
+    computing = torch.device(choice.device) if choice else cluster.device if cluster else device
     method = experiment.build_method()
     task = models.build(experiment.model, data.input_shape, data.classes, device)
-    if device.type == "cuda" and experiment.precision == "bf16":
+    if computing.type == "cuda" and experiment.precision == "bf16":
         task = replace(task, precision=torch.bfloat16)
     engines = _engines(task, experiment, data)
-    layers = _layers(task, engines, method, experiment, data) if choice is None else choice.layers
-    task = lowered(task, layers) if beside is None else replace(task, module=beside.federation.task.module)
+    layers = _layers(task, engines, method, experiment, data, computing) if choice is None else choice.layers
+    if beside is not None:
+        task = replace(task, module=beside.federation.task.module)
+    elif not remote:
+        task = lowered(task, layers)
     root = random.fold(experiment.seed, "apiece")
-    start = task.init(random.fold(root, "params"))
-    if experiment.prior:
-        task = replace(task, prior=load_params(experiment.prior, start))
-    if experiment.start:
-        start = load_params(experiment.start, start)
-    if isinstance(data, Federated) and len(data.proxy):
-        task = replace(task, proxy=_proxy(data, root))
+    task, start = _furnished(task, experiment, data, root)
     place = None if folder is None else folder / "checkpoint"
 
     def store(state: tree.Tree) -> Store:
@@ -156,24 +163,21 @@ def prepare(
     )
     federation = replace(training.federation, data=data)
     if choice is None:
-        e, processes = experiment, experiment.processes or cpus()
-        option, reason = choose(training, server, engines, e.chunk, e.threads, processes, e.rounds)
-        kind = "mapped" if federation.store.mapped else "memory"
+        option, chunk, reason = _chosen(training, server, engines, experiment, cluster)
         choice = Choice(
             option.engine,
-            str(device),
-            experiment.chunk,
+            str(computing),
+            chunk,
             option.threads,
             option.processes,
             layers,
-            kind,
+            "mapped" if federation.store.mapped else "memory",
             fingerprint(data),
             torch.__version__,
             reason,
         )
     torch.set_num_threads(choice.threads)
-    parts = (choice.engine, device, choice.chunk, choice.processes)
-    engine = build(*parts) if beside is None else beside.engine
+    engine = beside.engine if beside else rebuild(choice, experiment.processes, experiment.address)
     metrics = tuple(training.shapes.of(training.broadcast(server, 0)).metrics)
     record = Record(folder, experiment.id, metrics, experiment.also, experiment.target)
     also = {name: _newcomers(name, experiment, federation) for name in experiment.also}
@@ -191,6 +195,22 @@ def _check(experiment: Experiment, data: Clients) -> None:
         )
     if experiment.sampler != "uniform":
         resident(data, f"--sampler {experiment.sampler}")
+
+
+def _cluster(e: Experiment, data: Clients) -> Cluster:
+    return join(e.address, e.device, e.processes, e.threads, data)
+
+
+def _furnished(task: Task, experiment: Experiment, data: Clients, root: int) -> tuple[Task, Params]:
+    """The task with the server's own prior and proxy, and the params to start from."""
+    start = task.init(random.fold(root, "params"))
+    if experiment.prior:
+        task = replace(task, prior=load_params(experiment.prior, start))
+    if experiment.start:
+        start = load_params(experiment.start, start)
+    if isinstance(data, Federated) and len(data.proxy):
+        task = replace(task, proxy=_proxy(data, root))
+    return task, start
 
 
 def load_params(place: str, like: Params) -> Params:
@@ -235,30 +255,52 @@ def fingerprint(data: Clients) -> str:
 
 def _engines(task: Task, experiment: Experiment, data: Clients) -> dict[str, str]:
     """The engines allowed, each with why it cannot run the model, or ''; one that is asked for must."""
-    asked = experiment.engine
-    validate(task, asked, data.input_shape, data.classes)
+    asked = inside(experiment.engine) or experiment.engine
+    validate(task, asked, data.input_shape, data.classes, (data.x, data.y))
     if asked != AUTO:
         return {asked: ""}
-    found = problems(task, "vectorized", data.input_shape, data.classes)
+    found = problems(task, "vectorized", data.input_shape, data.classes, (data.x, data.y))
     engines = {"vectorized": found[0].why if found else "", "sequential": ""}
+    if inside(experiment.engine):
+        return engines
     # Who says how many threads, or is one of several processes already, leaves the other cores to others.
-    alone = experiment.threads == 0 and multiprocessing.parent_process() is None
+    alone = experiment.threads == 0 and multiprocessing.parent_process() is None and not serving()
     count = experiment.processes or (cpus() if alone else 1)
     if min(count, experiment.cohort) > 1 and not obstacle(task.device):
         engines["processes"] = ""
     return engines
 
 
+def _chosen(
+    training: Training, server: Server, engines: dict[str, str], e: Experiment, cluster: Cluster | None
+) -> tuple[Option, int, str]:
+    """How clients are computed, how many in a chunk at the most, and why so."""
+    if cluster is None:
+        processes = e.processes or cpus()
+        option, reason = choose(training, server, engines, e.chunk, e.threads, processes, e.rounds)
+        return option, e.chunk, reason
+    device, actors, threads = cluster
+    option, reason = choose(training, server, engines, e.chunk, threads, 1, e.rounds, device)
+    chunk = share(training.cohort_size, actors, option.engine, e.chunk)
+    return Option(f"ray({option.engine})", threads, actors), chunk, reason
+
+
 def _layers(
-    task: Task, engines: dict[str, str], method: Method, experiment: Experiment, data: Clients
+    task: Task,
+    engines: dict[str, str],
+    method: Method,
+    experiment: Experiment,
+    data: Clients,
+    device: torch.device,
 ) -> dict[str, str]:
     """How the layers are computed where clients are computed together, by measuring on some examples."""
-    if task.device.type != "cuda" or engines.get("vectorized") != "":
+    if device.type != "cuda" or engines.get("vectorized") != "":
         return {}
     held = data.take(data.seen_ids[:64].tolist())
     rows = torch.from_numpy(held.train.rows[: method.local.batch_size or 64]).to(task.device)
     x, y = tree.take((held.x, held.y), rows)
-    return fastest(task, x, y, min(experiment.cohort, experiment.chunk))
+    measure = fastest if task.device == device else measured_layers
+    return measure(task, x, y, min(experiment.cohort, experiment.chunk))
 
 
 def _store_kind(asked: str, state: tree.Tree, population: int, device: torch.device) -> str:

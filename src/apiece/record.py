@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from apiece import checkpoint
 from apiece import folder as files
 from apiece.data.federated import Clients, Ints
-from apiece.evaluate import Group, Pair
+from apiece.evaluate import Group, Pair, Total, summarize
 from apiece.method import Server
 from apiece.store import Store
 from apiece.train import Closed
@@ -42,6 +42,7 @@ class Scored(NamedTuple):
     ids: Ints  # who was scored
     pairs: dict[str, Pair]
     groups: Groups
+    pooled: Mapping[str, Mapping[str, Total]] = {}  # group → measures over its clients' examples together
 
 
 class Record:
@@ -181,7 +182,26 @@ def _scores(groups: Groups | None) -> tuple[Any, ...]:
 
 
 def _figures(scored: Scored) -> dict[str, Any]:
-    return {name: group._asdict() if group else None for name, group in scored.groups.items()}
+    """Of the headline measure, of every measure, and of those over many clients' examples together."""
+
+    def figures(groups: Groups) -> dict[str, Any]:
+        return {name: group._asdict() if group else None for name, group in groups.items()}
+
+    pairs = scored.pairs.items()
+    return {
+        **figures(scored.groups),
+        "measures": {name: figures(summaries(pair, scored.data, scored.ids)) for name, pair in pairs},
+        "pooled": {
+            group: {name: total._asdict() for name, total in totals.items()}
+            for group, totals in scored.pooled.items()
+        },
+    }
+
+
+def summaries(pair: Pair, data: Clients, ids: Ints) -> Groups:
+    """Figures of the seen and of the unseen clients."""
+    seen, n_test = data.seen[ids], data.sizes(ids)[1]
+    return dict(zip(GROUPS, (summarize(pair, some, n_test) for some in (seen, ~seen)), strict=True))
 
 
 def _client_rows(scored: Scored) -> list[tuple[Any, ...]]:

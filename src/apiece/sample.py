@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from apiece import random
 from apiece.data.federated import Clients, Federated, Ints, Ragged, generator, resident
+from apiece.errors import ApieceError
 from apiece.method import Round
 
 
@@ -62,7 +63,7 @@ def client_drift(data: Clients, round: Round) -> Cohort:
     cohort = uniform(data, round)
     draw = _draw(round)
     by_class = _rows_of_global_mix(data, len(cohort.train.rows), draw)
-    own = np.array([np.bincount(data.labels[rows], minlength=data.classes) for rows in _parts(cohort.train)])
+    own = np.array([data.counts(rows) for rows in _parts(cohort.train)])
     table = _fitted(own, cohort.train.sizes, np.array([len(rows) for rows in by_class]))
     # Whole rows: client by client along each class, cut where the running total of the table says.
     ends = np.rint(np.cumsum(table, axis=0)).astype(int)
@@ -93,6 +94,8 @@ def _dealt(cohort: Cohort, rows: Ints) -> Cohort:
 
 def _rows_of_global_mix(data: Federated, total: int, draw: np.random.Generator) -> list[Ints]:
     """`total` rows of the seen clients, by class, in the mix of them all; a short class gives rows twice."""
+    if data.labels.ndim > 1:
+        raise ApieceError("an example has many labels: there is no mix of classes, use --sampler uniform")
     pool = np.concatenate([data.train[i] for i in data.seen_ids])
     by_class = [pool[data.labels[pool] == label] for label in range(data.classes)]
     shares = np.cumsum([len(rows) for rows in by_class]) * total / len(pool)

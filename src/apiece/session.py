@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -83,19 +83,17 @@ def side_by_side(experiment: Experiment) -> bool:
 
 
 def run_replicas(
-    experiment: Experiment,
-    places: Mapping[int, Path | None],
+    runs: Sequence[tuple[Experiment, Path | None]],
     progress: Progress = lambda done, scores: None,
 ) -> list[Result]:
-    """Run an experiment with several seeds side by side, each seed's files left in its place."""
-    experiment = absolute(experiment).with_proxy()
+    """Run an experiment with several seeds, starts or priors side by side, each one's files in its folder."""
     sessions: list[Session] = []
     with ExitStack() as claims:
-        for seed, folder in places.items():
+        for experiment, folder in runs:
             if folder is not None:
                 claims.enter_context(_claimed(folder))
             beside = sessions[0] if sessions else None
-            sessions.append(prepare(replace(experiment, seed=seed), folder, None, beside=beside))
+            sessions.append(prepare(absolute(experiment).with_proxy(), folder, None, beside=beside))
         for session in sessions:
             if session.record.folder is not None:
                 _describe(session)
@@ -176,11 +174,12 @@ def absolute(experiment: Experiment) -> Experiment:
     """The experiment with its paths made absolute, so that it can be resumed from anywhere."""
 
     def place(text: str) -> str:
-        return str(Path(text).resolve()) if text else text
+        return str(Path(text).expanduser().resolve()) if text else text
 
     return replace(
         experiment,
         data=datasets.anchored(experiment.data),
+        data_dir=place(experiment.data_dir),
         also=tuple(datasets.anchored(name) for name in experiment.also),
         start=place(experiment.start),
         prior=place(experiment.prior),
@@ -192,7 +191,9 @@ def absolute(experiment: Experiment) -> Experiment:
 def _partition(session: Session) -> list[tuple[Any, ...]]:
     """The rows of partition.csv: of all clients, or of those that are scored where not all are in memory."""
     data = session.federation.data
-    return datasets.partition_table(data, None if isinstance(data, Federated) else session.scored(data))
+    return datasets.partition_table(
+        data, None if isinstance(data, Federated) else session.scored(data, session.experiment.rounds)
+    )
 
 
 @contextmanager
@@ -235,7 +236,7 @@ class _Book:
         s, e, record = self.session, self.session.experiment, self.session.record
         self.server, done = closed.server, closed.round.index + 1
         self._pending.append(closed._replace(server=None))
-        measure = done % e.evaluate_every == 0 or done == e.rounds
+        measure = done % e.evaluate_every == 0 or done == e.rounds or done > e.rounds - e.evaluate_last
         save = done % e.checkpoint_every == 0 or done == e.rounds
         self._scored = []
         # On a GPU nothing is read back between these points: the rounds queue up behind each other.

@@ -23,6 +23,7 @@ from apiece.tree import Tree
 Penalty = Callable[[Params, Batch, Tensor], Tensor]
 Losses = Callable[[Tensor, Tree], Tensor]  # outputs, y → one loss per example
 Metric = Callable[[Tensor, Batch], Tensor]  # outputs, a whole test shard → one number
+Pooled = Callable[[Tensor, Tensor], Tensor]  # outputs, y of many clients' test examples → one number
 
 
 _UNBUILT: Any = None
@@ -72,8 +73,13 @@ class Dropout(nn.Module):
         return f"p={self.p}"
 
 
+def _pixels(leaf: Tensor) -> Tensor:
+    return leaf / 255.0 if leaf.dtype is torch.uint8 else leaf
+
+
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Mean over the real examples; 0 where there are none."""
+    """Mean over the real examples; 0 where there are none. An example of several values counts their mean."""
+    values = values if values.ndim == weight.ndim else values.flatten(weight.ndim).mean(-1)
     return torch.where(weight > 0, values, 0.0).sum() / weight.sum().clamp(min=1.0)
 
 
@@ -93,13 +99,17 @@ def accuracy(outputs: Tensor, batch: Batch) -> Tensor:
     return torch.where(batch.weight > 0, hits, 0.0).sum() / batch.weight.sum()
 
 
+ACCURACY: Mapping[str, Metric] = {"accuracy": accuracy}
+
+
 @dataclass(frozen=True)
 class Task:
     """Model + criterion + metrics. `proxy` and `prior` are the server's own: clients get a task without."""
 
     factory: Callable[[], nn.Module]
     losses: Losses = cross_entropy
-    measures: Mapping[str, Metric] = field(default_factory=lambda: {"accuracy": accuracy})
+    measures: Mapping[str, Metric] = field(default_factory=lambda: ACCURACY)
+    pooled: Mapping[str, Pooled] = field(default_factory=dict)  # measured over all clients' examples together
     device: torch.device = torch.device("cpu")
     proxy: Shard | None = None
     prior: Params | None = None
@@ -128,7 +138,8 @@ class Task:
         return Params({name: p.detach().clone() for name, p in module.named_parameters()})
 
     def predict(self, params: Params, x: Tree, key: Key | None = None) -> Tensor:
-        """Outputs for `x`; without a key, in evaluation mode."""
+        """Outputs for `x`; without a key, in evaluation mode. Bytes in `x` are pixels: 255 stands for 1."""
+        x = tree.map(_pixels, x)
         if self.precision is not torch.float32:
             params, x = tree.map(self._rounded, (params, x))
         with _drawing_from(key):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,10 +15,19 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from apiece import session
+from apiece import ledger, results_page, session
+from apiece import reproduce as reproducing
 from apiece import tune as tuning
 from apiece.data import anchored
 from apiece.folder import json_text
@@ -74,6 +83,26 @@ def bar(
         begun = (folder / sign).exists()
         typer.echo("interrupted" + (f"; go on with: {again}" if begun else " before round 0"), err=True)
         raise typer.Exit(130)
+
+
+@contextmanager
+def download_bar(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for each file that is fetched."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=16),
+        DownloadColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=err, disable=quiet) as bar:
+        jobs: dict[str, TaskID] = {}
+
+        def tick(what: str, done: int, total: int) -> None:
+            if what not in jobs:
+                jobs[what] = bar.add_task(what, total=None)
+            bar.update(jobs[what], completed=done, total=total or None)
+
+        yield tick
 
 
 def _scores(groups: Groups) -> str:
@@ -135,8 +164,10 @@ def show_forgetting(runs: list[tuple[str, Path]], tasks: list[str], as_json: boo
     from apiece.report import results
 
     rows: dict[str, dict[str, list[float]]] = {}
+    metric = results.METRIC
     for label, folder in runs:
         run = results.load(folder)
+        metric = run.metric
         assert run.summary is not None
         scored = {run.experiment["data"]: run.summary, **run.summary["also"]}
         for task in tasks:
@@ -147,7 +178,7 @@ def show_forgetting(runs: list[tuple[str, Path]], tasks: list[str], as_json: boo
         typer.echo(json_text(rows), nl=False)
         return
     table = Table(
-        title="accuracy in % of the unseen clients of each task, after adapting to it", box=box.SIMPLE_HEAD
+        title=f"{metric} in % of the unseen clients of each task, after adapting to it", box=box.SIMPLE_HEAD
     )
     table.add_column("method")
     for task in tasks:
@@ -221,3 +252,75 @@ def show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
     for row in rows:
         table.add_row(*map(escape, row.values()))
     out.print(table)
+
+
+def show_tables(tables: Mapping[str, reproducing.Table], results: Path, as_json: bool) -> None:
+    """Every table that can be reproduced, and how much of it the ledger has."""
+    rows = []
+    for table in tables.values():
+        done = {(e.row, e.column) for e in ledger.read(results / f"{table.id}.jsonl") if e.scale == "full"}
+        rows.append(
+            {
+                "table": table.id,
+                "what": table.title,
+                "paper": table.source,
+                "cells": f"{len(done)} of {len(table.cells)} run",
+            }
+        )
+    show_rows(rows, as_json)
+
+
+def show_reproduced(table: reproducing.Table, scale: str, place: Path, as_json: bool) -> None:
+    """Ours beside the paper's, cell by cell; at smoke scale only that all cells ran."""
+    entries = [entry for entry in ledger.read(place) if entry.scale == scale]
+    if as_json:
+        typer.echo(json_text([entry._asdict() for entry in entries]), nl=False)
+        return
+    if scale == "smoke":
+        done = {(entry.row, entry.column) for entry in entries}
+        typer.echo(
+            f"{len(done)} of {len(table.cells)} cells of {table.id} ran on toy data; no number of it counts"
+        )
+        return
+    grid = Table(title=f"{table.title}: ours (paper)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in ("", "", *table.figures):
+        grid.add_column(head, overflow="fold", justify="left" if not head else "right")
+    for line in results_page.lines(table, entries):
+        cells = [f"{f.ours} ({f.paper})" if f.paper else f.ours for f in line.figures]
+        grid.add_row(escape(line.place[1]), escape(line.place[0]), *cells)
+    out.print(grid)
+    for name, figure in results_page.gains(table, entries):
+        typer.echo(f"{name}: {figure.ours} (paper {figure.paper})")
+    typer.echo(f"ledger: {place}")
+
+
+def show_searched(work: reproducing.Reproduction, as_json: bool) -> None:
+    """The settings found so far, and what remains to be searched."""
+    searches = [s for s in ledger.read_searches(work.searches) if s.scale == work.scale]
+    if as_json:
+        typer.echo(json_text([search._asdict() for search in searches]), nl=False)
+        return
+    if work.scale == "smoke":
+        typer.echo(f"{len(searches)} searches of {work.table.id} ran on toy data; nothing they found counts")
+        return
+    listed = results_page.found(work.table, searches)
+    if listed:
+        show_rows(
+            [
+                {"column": f.place[1], "row": f.place[0], "settings": f.settings, "score in %": f.score}
+                for f in listed
+            ],
+            as_json,
+        )
+    typer.echo(f"not searched: {len(work.unsearched([]))}\nledger of searches: {work.searches}")
+
+
+def write_results(tables: Mapping[str, reproducing.Table], results: Path, docs: Path) -> list[Path]:
+    """The pages about all ledgers."""
+    ledgers = {id: results / f"{id}.jsonl" for id in tables}
+    found = {id: ledger.read(place) for id, place in ledgers.items()}
+    searches = {id: ledger.read_searches(reproducing.searches_beside(place)) for id, place in ledgers.items()}
+    pages = {docs / "results.md": results_page.markdown, docs / "results.html": results_page.html}
+    for place, made in pages.items():
+        place.write_text(made(tables, found, searches), encoding="utf-8")
+    return list(pages)

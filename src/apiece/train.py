@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from apiece import random, tree
@@ -81,7 +80,7 @@ class Training:
         server = tree.contiguous(tree.where(outcome.weight > 0, updated, server))
         size = 0 if method.pooled else len(cohort.ids)
         up, down = self.shapes.of(opened.broadcast).bytes_up * size, tree.nbytes(opened.broadcast) * size
-        labels = np.bincount(data.labels[cohort.train.rows], minlength=data.classes)
+        labels = data.counts(cohort.train.rows)
         return Closed(round, cohort.ids, server, up, down, outcome.finite, outcome.metrics, labels)
 
 

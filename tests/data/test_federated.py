@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from apiece import data as datasets
-from apiece.data import Examples, federate, load, partition_table, prepare
+from apiece.data import Examples, federate, load, partition_table, prepare, toy
 from apiece.data.federated import Ragged, generator
 from apiece.errors import ApieceError
 
@@ -118,8 +120,18 @@ def test_the_pool_holds_the_seen_clients_training_rows():
 def test_shares_lie_below_one(share):
     with pytest.raises(ApieceError, match="the test share must lie in"):
         federate(examples(4), parts_of([4]), ["p"], 0, test=share)
-    with pytest.raises(ApieceError, match="the unseen share must lie in"):
-        federate(examples(4), parts_of([4]), ["p"], 0, unseen=share)
+
+
+@pytest.mark.parametrize("unseen", [-0.1, 1.5, float("nan"), float("inf")])
+def test_unseen_is_a_share_or_a_number_of_clients(unseen):
+    with pytest.raises(ApieceError, match=r"unseen must be a share in \[0, 1\) or a whole number"):
+        federate(examples(4), parts_of([4]), ["p"], 0, unseen=unseen)
+
+
+@pytest.mark.parametrize(("unseen", "count"), [(0.0, 0), (0.5, 5), (1.0, 1), (9.0, 9)])
+def test_unseen_clients_are_counted_from_one_on(unseen, count):
+    data = federate(examples(80), parts_of([8] * 10), list("abcdefghij"), 0, unseen=unseen)
+    assert len(data.unseen_ids) == count
 
 
 def test_the_generator_takes_any_key():
@@ -130,10 +142,16 @@ def test_the_generator_takes_any_key():
 # --- load and federated ---------------------------------------------------------------------------------
 
 
-def test_every_dataset_is_described_and_loads():
-    assert set(datasets.DATASETS) == {"digits", "synthetic", "population"}
+def test_every_dataset_is_described_and_loads(tmp_path):
+    made, stored = {"digits", "synthetic", "population"}, toy.folder(tmp_path / "toy")
+    assert made < set(datasets.DATASETS)
     for name in datasets.DATASETS:
-        assert len(load(name, clients=2, key=0).y) > 0
+        found = load(name, clients=2, key=0, data_dir=str(stored))
+        assert len(found.y) > 0
+        assert found.classes == len(found.label_names) > found.y.max()
+        if name not in made:
+            with pytest.raises(ApieceError, match=f"not in (the data folder )?{tmp_path}.*--data-dir"):
+                load(name, clients=2, key=0, data_dir=str(tmp_path))
 
 
 def test_parameters_stand_behind_the_name():
@@ -191,14 +209,14 @@ def test_auto_keeps_natural_clients():
 @pytest.mark.parametrize(("clients", "classes"), [(20, 4), (3, 4), (2, 5), (1, 10)])
 def test_auto_deals_other_data_by_class(clients, classes):
     """Four classes each; two clients need five to hold the ten digits between them, one needs all."""
-    data = prepare("digits", clients=clients, key=0, test=0.0, unseen=0.0)
+    data = prepare("digits", clients=clients, key=0, testers="unseen", unseen=0.0)
     y = data.y.numpy()
     assert {len(set(y[data.train[i]])) for i in range(clients)} == {classes}
     assert data.train.sizes.sum() == 1797
 
 
 def test_a_partition_may_be_asked_for():
-    data = prepare("digits", "classes:2", clients=20, key=0, test=0.0, unseen=0.5)
+    data = prepare("digits", "classes:2", clients=20, key=0, test=0.05, unseen=0.5)
     y = data.y.numpy()
     assert {len(set(y[data.train[i]])) for i in range(20)} == {2}
     assert len(data.seen_ids) == 10
@@ -209,7 +227,10 @@ def test_a_partition_may_be_asked_for():
     [
         ({"clients": 0}, "at least 1 client, got 0"),
         ({"clients": 5000}, "1797 examples cannot be dealt to 5000 clients"),
-        ({"clients": 3, "unseen": 0.9}, "an unseen share of 0.9 leaves none of 3 clients to train with"),
+        ({"clients": 3, "unseen": 0.9}, "unseen = 0.9 leaves none of 3 clients to train with"),
+        ({"clients": 3, "unseen": 3}, "unseen = 3 leaves none of 3 clients to train with"),
+        ({"clients": 3, "test": 0.0}, "digits has no test examples of its own: give a share"),
+        ({"clients": 3, "testers": "seen"}, "unknown testers 'seen'"),
         ({"clients": 3, "partition": "natural"}, "no clients of its own"),
     ],
 )
@@ -277,3 +298,50 @@ def test_some_classes_of_a_dataset_keep_their_numbers():
 def test_classes_that_are_not_there_are_refused(name):
     with pytest.raises(ApieceError, match="classes"):
         load(name, clients=1, key=0)
+
+
+# --- Who is tested, and on what -------------------------------------------------------------------------
+
+
+def test_the_unseen_clients_alone_may_hold_examples_out():
+    """Ten clients of 8: the four unseen ones hold two out, the others train on everything."""
+    data = federate(examples(80), parts_of([8] * 10), list("abcdefghij"), 0, unseen=4, testers="unseen")
+    assert data.train.sizes[data.seen_ids].tolist() == [8] * 6
+    assert data.test.sizes[data.seen_ids].tolist() == [0] * 6
+    assert data.train.sizes[data.unseen_ids].tolist() == [6] * 4
+    assert data.test.sizes[data.unseen_ids].tolist() == [2] * 4
+    all_ = federate(examples(80), parts_of([8] * 10), list("abcdefghij"), 0, unseen=4)
+    for i in data.unseen_ids:
+        assert data.test[i].tolist() == all_.test[i].tolist()
+
+
+def test_own_test_examples_are_taken_at_share_zero():
+    own = replace(examples(8), test=np.array([0, 0, 1, 0, 1, 1, 0, 0], dtype=bool))
+    parts = [np.array([5, 0, 2, 1]), np.array([3, 4, 6, 7])]
+    data = federate(own, parts, ["p", "q"], 0, test=0.0, unseen=0.0)
+    assert [data.train[i].tolist() for i in range(2)] == [[0, 1], [3, 6, 7]]
+    assert [data.test[i].tolist() for i in range(2)] == [[2, 5], [4]]
+    shared = federate(own, parts, ["p", "q"], 0, test=0.5, unseen=0.0)
+    plain = federate(examples(8), parts, ["p", "q"], 0, test=0.5, unseen=0.0)
+    assert [shared.test[i].tolist() for i in range(2)] == [plain.test[i].tolist() for i in range(2)]
+    unseen = federate(own, parts, ["p", "q"], 0, test=0.0, unseen=1, testers="unseen")
+    (i,) = unseen.seen_ids
+    assert unseen.train[i].tolist() == sorted(parts[i])
+
+
+def test_bytes_stay_bytes():
+    pixels = replace(examples(4), x=np.full((4, 1, 2, 2), 255, dtype=np.uint8))
+    data = federate(pixels, parts_of([4]), ["p"], 0, unseen=0.0)
+    assert data.x.dtype == torch.uint8
+    assert data.x[:, 0, 0, 0].tolist() == [255] * 4 + [0]
+    assert data.validation(0.5, 0).x.dtype == torch.uint8
+
+
+def test_the_partition_table_counts_the_characters_of_texts():
+    texts = Examples(np.zeros((2, 3)), np.array([[0, 2, 2], [1, 1, 1]]), 3, ("a", "b", "c"))
+    data = federate(texts, parts_of([1, 1]), ["p", "q"], 0, test=0.25, unseen=0.0)
+    assert partition_table(data) == [
+        (0, "p", 1, "train", 0, 1),
+        (0, "p", 1, "train", 2, 2),
+        (1, "q", 1, "train", 1, 3),
+    ]

@@ -53,9 +53,10 @@ class Odd(Source):
         return x, np.arange(n, dtype=np.int64) % 3
 
 
-def in_memory(key: int, test: float = 0.25, unseen: float = 0.2) -> Federated:
+def in_memory(key: int, test: float = 0.25, unseen: float = 0.2, testers: str = "all") -> Federated:
     examples = SOURCE.examples(CLIENTS)
-    return federate(examples, *deal("natural", examples, CLIENTS, key), key, test, unseen)
+    dealt = deal("natural", examples, CLIENTS, key)
+    return federate(examples, *dealt, key, test, unseen, testers=testers)
 
 
 def of(data: Federated, position: int) -> list[torch.Tensor]:
@@ -87,12 +88,14 @@ def test_a_client_is_the_same_whoever_else_is_asked_for(ids: list[int], key: int
 def rest_of(data: Lazy) -> tuple:
     """The fields behind the source, for a million clients that are all seen."""
     everyone = np.ones(10**6, dtype=bool)
-    return (data.x, data.y, data.classes, data.label_names, Numbers(10**6), everyone, data.test, data.key)
+    head = (data.x, data.y, data.classes, data.label_names, Numbers(10**6))
+    return (*head, everyone, everyone, data.test, data.key)
 
 
+@pytest.mark.parametrize("testers", ["all", "unseen"])
 @pytest.mark.parametrize("test", [0.0, 0.25, 0.5])
-def test_it_is_what_the_same_clients_in_memory_are(test: float) -> None:
-    lazy, whole = lazily(SOURCE, CLIENTS, 5, test), in_memory(5, test)
+def test_it_is_what_the_same_clients_in_memory_are(test: float, testers: str) -> None:
+    lazy, whole = lazily(SOURCE, CLIENTS, 5, test, testers=testers), in_memory(5, test, testers=testers)
     assert lazy.seen.tolist() == whole.seen.tolist()
     assert (lazy.population, lazy.examples) == (whole.population, whole.examples)
     assert lazy.examples == whole.train.sizes[whole.seen].sum()
@@ -152,7 +155,7 @@ def test_names_are_numbers() -> None:
     ("settings", "message"),
     [
         ({"test": 1.0}, "the test share must lie in"),
-        ({"unseen": -0.1}, "the unseen share must lie in"),
+        ({"unseen": -0.1}, "unseen must be a share in"),
         ({"clients": 2, "unseen": 0.9}, "leaves none of 2 clients"),
     ],
 )

@@ -41,7 +41,7 @@ def can_deal_classes(y, clients: int, k: int) -> bool:
 @given(labels, st.data(), keys)
 def test_every_row_goes_to_exactly_one_client_and_the_deal_is_a_function_of_the_key(y, data, key):
     clients = data.draw(st.integers(1, len(y)))
-    for spec in ("iid", "dirichlet:0.3:0", "classes:2", "classes:1", "power:1.5"):
+    for spec in ("iid", "dirichlet:0.3:0", "classes:2", "classes:1", "power:1.5", "power:1.5:0:0"):
         if spec.startswith("classes") and not can_deal_classes(y, clients, int(spec[-1])):
             continue
         parts, names = deal(spec, examples(y), clients, key)
@@ -231,7 +231,17 @@ def test_natural_keeps_named_clients_without_rows():
         ("dirichelt:1", 2, "unknown partition 'dirichelt': did you mean 'dirichlet'"),
         ("", 2, "unknown partition ''"),
         ("iid:3", 2, "'iid:3' has a wrong number of parameters: write iid$"),
-        ("natural:1", 2, "'natural:1' has a wrong number of parameters: write natural$"),
+        ("natural:1:2", 2, r"'natural:1:2' has a wrong number of parameters: write natural\[:MOST\]$"),
+        ("natural:0", 2, "MOST .* must be a whole number >= 1, got '0'"),
+        ("power:1:2:3:4", 2, r"write power:SIGMA\[:K\[:FLOOR\]\]$"),
+        ("power:1:5", 2, "5 classes per client are more than the 4 in the data"),
+        ("power:1:1", 3, "3 clients with 1 of 4 classes each would leave classes undealt"),
+        ("power:1:2:3", 4, "20 examples cannot give 4 clients 3 each: lower FLOOR"),
+        ("power:1:2:2", 5, "20 examples of 4 classes cannot give 5 clients 2 of each of 2 classes"),
+        ("lognormal:x:1:2", 2, "MEAN in partition 'lognormal:x:1:2' must be a number, got 'x'"),
+        ("lognormal:1:1:2", 6, "cannot give 6 clients 2 of each of 2 classes"),
+        ("uniform:2:3:2", 2, "uniform:2:3:2: LOW must not exceed HIGH"),
+        ("uniform:2:1:6", 2, "cannot give 2 clients 6 of each of 2 classes: ask for fewer"),
         ("dirichlet", 2, r"wrong number of parameters: write dirichlet:ALPHA\[:MIN\]"),
         ("dirichlet:1:2:3", 2, r"wrong number of parameters: write dirichlet:ALPHA\[:MIN\]"),
         ("classes", 2, "wrong number of parameters: write classes:K"),
@@ -258,3 +268,153 @@ def test_natural_keeps_named_clients_without_rows():
 def test_what_cannot_be_dealt_is_explained(spec, clients, message):
     with pytest.raises(ApieceError, match=message):
         deal(spec, examples(np.arange(20) % 4), clients, 0)
+
+
+# --- The papers' splits ---------------------------------------------------------------------------------
+
+
+def classes_of(parts, y) -> list[Counter]:
+    return [Counter(y[part].tolist()) for part in parts]
+
+
+def dealt_once(parts) -> bool:
+    rows = np.concatenate(parts)
+    return len(rows) == len(set(rows.tolist()))
+
+
+@quick
+@given(st.integers(4, 12), st.integers(1, 4), st.integers(0, 3), st.floats(0, 2), keys)
+def test_power_with_classes_gives_each_a_floor_and_deals_all(clients, k, floor, sigma, key):
+    """Of 4 classes of 40 rows, at most 12 clients × 3 rows are given away before the rest is shared."""
+    y = np.arange(160) % 4
+    parts, _ = deal(f"power:{sigma}:{k}:{floor}", examples(y), clients, key)
+    assert_partition(parts, 160)
+    for held in classes_of(parts, y):
+        assert len(held) <= k
+        assert floor == 0 or len(held) == k
+        assert min(held.values(), default=0) >= floor
+
+
+def test_power_with_classes_shares_in_proportion_to_lognormal_draws():
+    """One class for all. Beyond the floor the logarithms of the sizes are normal with deviation σ = 1.
+
+    The standard error of a deviation from 300 draws is 1/√600 = 0.04; that all add up shifts the logarithms.
+    """
+    parts, _ = deal("power:1:1:1", examples(np.zeros(1_000_300, int)), 300, 5)
+    logs = np.log([len(part) - 1 for part in parts])
+    assert abs(logs.std() - 1.0) < 0.15
+
+
+def test_the_floor_without_classes():
+    sizes = [len(part) for part in deal("power:3:0:7", examples(np.zeros(100, int)), 10, 0)[0]]
+    assert sum(sizes) == 100
+    assert min(sizes) == 7
+    assert max(sizes) > 10
+
+
+@quick
+@given(st.integers(1, 10), st.integers(1, 4), st.integers(0, 30), st.floats(0, 1.5), keys)
+def test_lognormal_sizes_are_equal_over_a_clients_classes_where_rows_suffice(clients, k, more, sigma, key):
+    y = np.arange(4000) % 4
+    parts, _ = deal(f"lognormal:2:{sigma}:{k}:{more}", examples(y), clients, key)
+    assert dealt_once(parts)
+    for held in classes_of(parts, y):
+        assert len(held) == k
+        assert min(held.values()) >= 2
+        if sum(map(len, parts)) < 1000:  # no class was short
+            assert len(set(held.values())) == 1
+            assert held.total() >= k * (more // k)
+
+
+def test_lognormal_sizes_follow_their_law():
+    """σ = 0, so that every client has e^3 + 10 = 30.08 rows: 10 of each of 3 classes."""
+    y = np.arange(3000) % 10
+    parts, _ = deal("lognormal:3:0:3:10", examples(y), 30, 1)
+    assert {tuple(sorted(held.values())) for held in classes_of(parts, y)} == {(10, 10, 10)}
+    assert sorted(Counter(label for held in classes_of(parts, y) for label in held).values()) == [9] * 10
+
+
+def test_a_class_too_small_for_its_clients_is_shared_out():
+    """All 4 clients want e^4 // 2 = 27 of both classes; of the first there are 40, of the other 1000."""
+    y = np.repeat([0, 1], [40, 1000])
+    parts, _ = deal("lognormal:4:0:2", examples(y), 4, 0)
+    assert dealt_once(parts)
+    assert [dict(held) for held in classes_of(parts, y)] == [{0: 10, 1: 27}] * 4
+
+
+@quick
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 5), st.integers(0, 5), keys)
+def test_uniform_gives_low_to_high_of_each_class(clients, k, low, more, key):
+    y = np.arange(400) % 4
+    parts, _ = deal(f"uniform:{k}:{low}:{low + more}", examples(y), clients, key)
+    assert dealt_once(parts)
+    for held in classes_of(parts, y):
+        assert len(held) == k
+        assert set(held.values()) <= set(range(low, low + more + 1))
+
+
+def test_uniform_numbers_are_all_drawn():
+    y = np.arange(4000) % 4
+    parts, _ = deal("uniform:2:3:5", examples(y), 100, 0)
+    assert {n for held in classes_of(parts, y) for n in held.values()} == {3, 4, 5}
+
+
+def test_natural_clients_may_be_capped():
+    client = np.repeat([f"w{i}" for i in range(9)], 2)
+    parts, names = deal("natural:4", examples(np.zeros(18, int), client), 0, 0)
+    assert len(names) == 4
+    assert names == sorted(set(names))
+    assert all(set(client[part]) == {name} for part, name in zip(parts, names, strict=True))
+    assert names != deal("natural:4", examples(np.zeros(18, int), client), 0, 1)[1]
+    assert len(deal("natural:99", examples(np.zeros(18, int), client), 0, 0)[1]) == 9
+
+
+def with_own_test(train, test) -> Examples:
+    own = np.repeat([False, True], [len(train), len(test)])
+    return replace(examples(np.concatenate([train, test])), test=own)
+
+
+def test_own_test_examples_follow_the_classes_of_the_training_examples():
+    """CIFAR-10 (100, 2) in small: 10 clients, 2 of 5 classes; pieces of 25 to train on and 5 to test on."""
+    data = with_own_test(np.arange(500) % 5, np.arange(100) % 5)
+    parts, _ = deal("classes:2", data, 10, 3, own_test=True)
+    assert_partition(parts, 600)
+    for part in parts:
+        train, test = part[part < 500], part[part >= 500]
+        assert sorted(Counter(data.y[train].tolist()).values()) == [25, 25]
+        assert Counter(data.y[test].tolist()) == dict.fromkeys(set(data.y[train].tolist()), 5)
+
+
+@quick
+@given(st.sampled_from(["iid", "dirichlet:0.3:0", "power:1:2:2", "lognormal:1:1:2", "uniform:2:1:4"]), keys)
+def test_every_partition_deals_own_test_examples_in_proportion(spec, key):
+    """A client's test examples of a class differ by less than one from its share of them, before rounding."""
+    data = with_own_test(np.arange(300) % 3, np.arange(90) % 3)
+    plain, _ = deal(spec, replace(examples(data.y[:300])), 12, key)
+    parts, _ = deal(spec, data, 12, key, own_test=True)
+    assert dealt_once(parts)
+    for part, train in zip(parts, plain, strict=True):
+        assert np.array_equal(part[part < 300], train)
+        held = np.bincount(data.y[part[part >= 300]], minlength=3)
+        assert (abs(held - np.bincount(data.y[train], minlength=3) * 30 / 100) < 1).all()
+
+
+def test_own_test_examples_are_dealt_with_the_others_unless_asked_for():
+    data = with_own_test(np.zeros(20, int), np.zeros(20, int))
+    parts, _ = deal("iid", data, 2, 0)
+    assert_partition(parts, 40)
+    assert [int((part >= 20).sum()) for part in parts] != [10, 10]  # as it is with this key: they are mixed
+
+
+def test_texts_are_of_one_class():
+    texts = replace(examples(np.zeros(6, int)), y=np.arange(12).reshape(6, 2))
+    assert [len(part) for part in deal("iid", texts, 3, 0)[0]] == [2, 2, 2]
+    with pytest.raises(ApieceError, match="more classes than the 1 in the data"):
+        deal("classes:2", texts, 3, 0)
+
+
+@pytest.mark.parametrize("spec", ["power:2:2:5", "lognormal:4:1:3:5", "uniform:2:10:20"])
+def test_another_key_deals_the_papers_splits_otherwise(spec):
+    data = examples(np.arange(9000) % 5)
+    assert not same(deal(spec, data, 10, 0)[0], deal(spec, data, 10, 1)[0])
+    assert same(deal(spec, data, 10, 0)[0], deal(spec, data, 10, 0)[0])

@@ -44,9 +44,48 @@ def conv(*layers):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", [*sorted(MODELS), "mlp(norm=True)", "cnn(norm=True)"])
+@pytest.mark.parametrize("name", [*sorted({*MODELS} - {"din", "lstm"}), "mlp(norm=True)", "cnn(norm=True)"])
 def test_the_registered_models_are_sound(name, engine):
     validate(build(name, (144,), 10), engine, (144,), 10)
+
+
+def rows(history=4):
+    """One viewer and one film, as movielens gives them."""
+    names = ("user", "gender", "age", "occupation", "zip", "item")
+    x = {name: torch.zeros(1, dtype=torch.int16) for name in names}
+    return {**x, "history": torch.zeros(1, history, dtype=torch.int16)}, torch.zeros(1, dtype=torch.int64)
+
+
+TEXT = torch.zeros(1, 7, dtype=torch.int8), torch.zeros(1, 7, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("name", "classes", "like"), [("din", 2, rows()), ("lstm(hidden=5)", 10, TEXT)])
+def test_the_models_of_other_inputs_are_sound(name, classes, like, engine):
+    validate(build(name, (), classes), engine, (), classes, like)
+
+
+@pytest.mark.parametrize(
+    ("name", "like", "message"),
+    [
+        ("mlp", rows(), r"the model must take a batch of user \(n\), .*history \(n, 4\)"),
+        ("din", (torch.zeros(1, 6), torch.zeros(1)), r"the model must take a batch of shape \(n, 6\)"),
+        ("lstm(hidden=5)", (TEXT[0], torch.zeros(1)), r"is \(3, 7, 2\) .*of shape \(n, classes\)"),
+        ("logistic", (torch.zeros(1, 1), TEXT[1]), r"is \(3, 2\) .*of shape \(n, 7, classes\)"),
+    ],
+)
+def test_a_model_for_other_data_is_told_what_it_must_take(name, like, message):
+    with pytest.raises(ApieceError, match=message):
+        validate(build(name, (), 2), "auto", (), 2, like)
+
+
+def test_bytes_are_tried_as_pixels():
+    """All bytes 0 would hide what a layer does to them; the model is given numbers from 0 to 1."""
+    seen = []
+    task = Task(lambda: Net(lambda h: seen.append(h) or h))
+    assert problems(task, "sequential", (), 3, (torch.zeros(1, 6, dtype=torch.uint8), TEXT[1][:, 0])) == []
+    assert seen[0].dtype is torch.float32
+    assert seen[0].std() > 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -161,9 +161,17 @@ def test_one_experiment_with_one_seed_twice_is_refused(fake: Fake) -> None:
 
 def test_different_metrics_are_not_compared(fake: Fake) -> None:
     one, other = (results.load(fake(name, method=name)) for name in ("a", "b"))
-    assert other.summary is not None
-    with pytest.raises(ApieceError, match="accuracy, auc"):
-        results.table([one, other._replace(summary=other.summary | {"metric": "auc"})])
+    with pytest.raises(ApieceError, match="AUC, accuracy"):
+        results.table([one, other._replace(metric="AUC")])
+
+
+def test_the_headline_of_an_unfinished_run_is_the_first_in_its_clients_table(fake: Fake) -> None:
+    clients = [[0, 1, "test", "AUC", 9, 3, 0.25, 0.5], [0, 1, "test", "Hit@5", 9, 3, 0.0, 1.0]]
+    folder = fake("a", clients=clients)
+    (folder / "summary.json").unlink()
+    run = results.load(folder)
+    assert (run.metric, run.clients) == ("AUC", (results.Client(0, True, 0.25, 0.5),))
+    assert results.load(fake("b", finished=False)).metric == "accuracy"
 
 
 def test_differing_names_all_but_method_settings_and_seed(fake: Fake) -> None:

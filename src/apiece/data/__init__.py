@@ -1,22 +1,23 @@
-"""Data: built-in datasets, your own files, and how they are dealt out to clients."""
+"""Data: datasets by name, your own files, and how they are dealt out to clients."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from apiece import tree
-from apiece.data import digits, own, synthetic
+from apiece.data import cifar, digits, femnist, images, mnist, movielens, own, shakespeare, synthetic, vehicle
 from apiece.data.federated import Clients, Examples, Federated, Ints, federate, resident
 from apiece.data.lazy import Source, lazily
 from apiece.data.own import from_arrays, from_path, save
 from apiece.data.partition import deal
+from apiece.data.place import data_folder
 from apiece.errors import ApieceError, unknown
 
 __all__ = [
@@ -38,25 +39,67 @@ DATASETS = {
     "synthetic": "Synthetic(α, β) of FedProx: 60 features, 10 classes, own clients; or synthetic(0.5,0.5)",
     "population": "the same family, each client made when it takes part: any number of clients; "
     "or population(0.5,0.5,100), of at most 100 examples",
+    "mnist": "28 × 28 images of digits, 60,000 + 10,000 examples, 10 classes; from the data folder",
+    "fashion_mnist": "28 × 28 images of clothes, 60,000 + 10,000 examples, 10 classes; from the data folder",
+    "cifar10": "32 × 32 colour images, 50,000 + 10,000 examples, 10 classes; from the data folder",
+    "cifar100": "32 × 32 colour images, 50,000 + 10,000 examples, 100 classes; from the data folder",
+    "femnist": "28 × 28 images of handwritten characters, 62 classes, their writers as clients; "
+    "from the data folder",
+    "movielens": "MovieLens-1M, implicit feedback: 6,040 viewers as clients, of each the latest choice and "
+    "99 other films to test on; from the data folder",
+    "shakespeare": "the plays' next character, 80 at a time, the speaking roles as clients; "
+    "from the data folder",
+    "vehicle": "100 features of 23 acoustic and seismic sensors as clients, 2 classes; from the data folder",
 }
 
 
-class _BuiltIn(NamedTuple):
+class _Made(NamedTuple):
+    """A dataset that needs no files."""
+
     load: Callable[..., Examples]  # (clients, key, **options)
     parameters: tuple[str, ...] = ()  # the options that may stand behind the name, in parentheses
     options: tuple[str, ...] = ()
     source: Callable[..., Source] | None = None  # (key, **options), where not all clients need be in memory
 
 
-_BUILT_IN = {
-    "digits": _BuiltIn(lambda clients, key: digits.load()),
-    "synthetic": _BuiltIn(synthetic.load, ("alpha", "beta"), ("alpha", "beta", "most")),
-    "population": _BuiltIn(
+class _Stored(NamedTuple):
+    """A dataset whose files lie in the data folder."""
+
+    load: Callable[[Path, Sequence[str], int], Examples]  # (data folder, words, key)
+    words: tuple[str, ...] = ()  # what may stand behind the name, in parentheses
+
+
+def _images(load: Callable[[Path], Examples]) -> _Stored:
+    return _Stored(lambda folder, words, key: images.prepared(load(folder), words), tuple(images.WORDS))
+
+
+def _femnist(folder: Path, words: Sequence[str], key: int) -> Examples:
+    layouts = [word for word in words if word in femnist.LAYOUTS]
+    if len(layouts) > 1:
+        raise ApieceError(f"FEMNIST is in one layout at a time, not in {' and '.join(layouts)}")
+    rest = [word for word in words if word not in layouts]
+    return images.prepared(femnist.load(folder, *layouts), rest)
+
+
+_MADE = {
+    "digits": _Made(lambda clients, key: digits.load()),
+    "synthetic": _Made(synthetic.load, ("alpha", "beta"), ("alpha", "beta", "most")),
+    "population": _Made(
         lambda clients, **given: synthetic.Population(**given).examples(clients),
         ("alpha", "beta", "most"),
         ("alpha", "beta", "most"),
         synthetic.Population,
     ),
+}
+_STORED = {
+    "mnist": _images(mnist.load),
+    "fashion_mnist": _images(mnist.load_fashion),
+    "cifar10": _images(cifar.load_10),
+    "cifar100": _images(cifar.load_100),
+    "femnist": _Stored(_femnist, (*femnist.LAYOUTS, *images.WORDS)),
+    "movielens": _Stored(lambda folder, words, key: movielens.load(folder, key)),
+    "shakespeare": _Stored(lambda folder, words, key: shakespeare.load(folder)),
+    "vehicle": _Stored(lambda folder, words, key: vehicle.load(folder)),
 }
 
 
@@ -65,34 +108,46 @@ def load(
     *,
     clients: int,
     key: int,
+    data_dir: str = "",
     client_column: str = "client",
     label_column: str = "label",
     options: Mapping[str, float] | None = None,
 ) -> Examples:
     """A dataset of DATASETS, or the file or folder at the path `name`; `digits[0-4]` keeps those classes.
 
-    `clients` and `key` make the data that is generated; the columns are those of .csv and .parquet files.
+    `clients` and `key` make the data that is generated; `data_dir` is the data folder of the data that is
+    stored; the columns are those of .csv and .parquet files.
     """
-    some = re.fullmatch(r"(.+)\[([\d,\- ]+)\]", name)
+    some = re.fullmatch(r"(.+)\[([\d,\- ]+?)( from 0)?\]", name)
     if some is not None:
         whole = load(
             some[1],
             clients=clients,
             key=key,
+            data_dir=data_dir,
             client_column=client_column,
             label_column=label_column,
             options=options,
         )
-        return _only(whole, some[2])
+        return _only(whole, some[2], renumbered=some[3] is not None)
     called = _called(name)
-    if called is not None and called[0] in DATASETS:
+    if called is not None and called[0] in _MADE:
         given = _given(*called, options or {})
-        return _BUILT_IN[called[0]].load(clients=clients, key=key, **given)
-    if called is not None and not (name and Path(name).exists()):
+        return _MADE[called[0]].load(clients=clients, key=key, **given)
+    known = called is not None and called[0] in _STORED
+    if called is not None and not known and not (name and Path(name).exists()):
         raise unknown("dataset", called[0], DATASETS)
     if options:
         raise ApieceError(f"{name} takes no options, got {', '.join(sorted(options))}")
+    if called is not None and known:
+        return _read(called[0], data_folder(data_dir), tuple(_words(*called)), key)
     return own.from_path(name, client_column, label_column)
+
+
+@lru_cache(maxsize=1)
+def _read(name: str, folder: Path, words: tuple[str, ...], key: int) -> Examples:
+    """The runs of one table read the same files one after another: once is enough."""
+    return _STORED[name].load(folder, words, key)
 
 
 def anchored(name: str) -> str:
@@ -103,19 +158,25 @@ def anchored(name: str) -> str:
     return f"{Path(whole).resolve()}{bracket}{rest}"
 
 
-def _only(examples: Examples, text: str) -> Examples:
-    """The examples of some classes, which keep their numbers: a task of a sequence."""
+def _only(examples: Examples, text: str, renumbered: bool) -> Examples:
+    """The examples of some classes, which keep their numbers or are numbered from 0."""
     kept: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ApieceError(f"classes [{text}] must be like [0-4] or [0,2,5]")
         kept |= set(range(int(first), int(last or first) + 1))
+    if examples.y.ndim > 1:
+        raise ApieceError(f"classes [{text}] cannot be chosen: an example has many labels")
     rows = np.isin(examples.y, sorted(kept))
     if not rows.any():
         raise ApieceError(f"there is no example of the classes [{text}]")
-    client = None if examples.client is None else examples.client[rows]
-    return replace(examples, x=tree.map(lambda a: a[rows], examples.x), y=examples.y[rows], client=client)
+    some = examples.only(rows)
+    if not renumbered:
+        return some
+    numbers = np.array(sorted(label for label in kept if label < examples.classes))
+    names = tuple(examples.label_names[label] for label in numbers)
+    return replace(some, y=np.searchsorted(numbers, some.y), classes=len(names), label_names=names)
 
 
 def _called(name: str) -> tuple[str, str | None] | None:
@@ -127,13 +188,25 @@ def _called(name: str) -> tuple[str, str | None] | None:
 def _source(name: str, key: int) -> Source | None:
     """Where the clients of the dataset come from one by one, if they do."""
     called = _called(name)
-    made = _BUILT_IN[called[0]].source if called is not None and called[0] in DATASETS else None
+    made = _MADE[called[0]].source if called is not None and called[0] in _MADE else None
     return None if called is None or made is None else made(key=key, **_given(*called, {}))
+
+
+def _words(name: str, inside: str | None) -> list[str]:
+    """The words in the parentheses behind a dataset's name."""
+    words = [word.strip() for word in inside.split(",")] if inside is not None else []
+    known = _STORED[name].words
+    for word in words:
+        if not known:
+            raise ApieceError(f"nothing stands in parentheses behind {name}: write {name}")
+        if word not in known:
+            raise unknown(f"word behind {name}", word, known)
+    return words
 
 
 def _given(name: str, inside: str | None, options: Mapping[str, float]) -> dict[str, float]:
     """The options in the parentheses behind a dataset's name, and further ones."""
-    dataset = _BUILT_IN[name]
+    dataset = _MADE[name]
     for option in options:
         if option not in dataset.options:
             raise unknown(f"option of {name}", option, dataset.options)
@@ -157,35 +230,52 @@ def prepare(
     test: float = 0.25,
     unseen: float = 0.2,
     proxy: float = 0.0,
+    testers: str = "all",
+    data_dir: str = "",
     client_column: str = "client",
     label_column: str = "label",
     examples: Examples | None = None,
 ) -> Clients:
     """Load (unless `examples` are given), deal out and split.
 
-    `auto` keeps the data's own clients, else deals out four classes each.
+    `auto` keeps the data's own clients, else deals out four classes each. test 0: the data's own test
+    examples.
     """
     source = _source(name, key) if examples is None and partition in ("auto", "natural") else None
     if source is not None:
-        data = lazily(source, clients, key, test, unseen)
-        return resident(data, "a proxy set") if proxy else data
+        if test == 0.0:
+            raise _no_own_test(name)
+        lazy = lazily(source, clients, key, test, unseen, testers)
+        return resident(lazy, "a proxy set") if proxy else lazy
     if examples is None:
         examples = load(
-            name, clients=clients, key=key, client_column=client_column, label_column=label_column
+            name,
+            clients=clients,
+            key=key,
+            data_dir=data_dir,
+            client_column=client_column,
+            label_column=label_column,
         )
     if partition == "auto":
         each = max(
             4, math.ceil(examples.classes / max(clients, 1))
         )  # few clients: enough to deal out every class
         partition = "natural" if examples.client is not None else f"classes:{min(each, examples.classes)}"
-    parts, names = deal(partition, examples, clients, key)
-    return replace(federate(examples, parts, names, key, test, unseen, proxy), partition=partition)
+    if test == 0.0 and examples.test is None:
+        raise _no_own_test(name)
+    parts, names = deal(partition, examples, clients, key, own_test=test == 0.0)
+    data = federate(examples, parts, names, key, test, unseen, proxy, testers)
+    return replace(data, partition=partition)
+
+
+def _no_own_test(name: str) -> ApieceError:
+    return ApieceError(f"{name} has no test examples of its own: give a share to hold out, --test 0.25")
 
 
 def partition_table(data: Clients, ids: Ints | None = None) -> list[tuple[int, str, int, str, int, int]]:
     """Rows (client, name, seen, split, label, count) of what `ids`, or all, hold.
 
-    seen is 1 or 0, split train or test.
+    seen is 1 or 0, split train or test. Of texts the characters are counted.
     """
     ids = np.arange(data.population) if ids is None else ids
     return [
@@ -195,6 +285,6 @@ def partition_table(data: Clients, ids: Ints | None = None) -> list[tuple[int, s
         for held in [data.take(some)]
         for at, client in enumerate(some)
         for split, rows in (("train", held.train), ("test", held.test))
-        for label, count in enumerate(np.bincount(held.labels[rows[at]], minlength=data.classes))
+        for label, count in enumerate(held.counts(rows[at]))
         if count > 0
     ]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apiece import random, tree
-from apiece.errors import ApieceError
+from apiece.errors import ApieceError, unknown
 from apiece.tree import Tree
 
 Ints = NDArray[np.int64]
@@ -26,12 +26,20 @@ BLOCK = 1 << 16  # clients looked at together where all of them are
 class Examples:
     """A dataset: arrays with one row per example."""
 
-    x: Any  # float32 array, or a tree of arrays
+    x: Any  # an array or a tree of arrays: float32, or bytes that stand for pixels, 255 for 1
     y: Ints
     classes: int
     label_names: tuple[str, ...]
     client: NDArray[Any] | None = None  # the natural client of each row
     client_names: tuple[str, ...] | None = None  # given where some have no row
+    test: NDArray[np.bool_] | None = None  # the data's own test examples, where it has any
+
+    def only(self, rows: NDArray[np.bool_]) -> Examples:
+        """Some of the rows; classes and clients stay."""
+        client = None if self.client is None else self.client[rows]
+        test = None if self.test is None else self.test[rows]
+        x = tree.map(lambda array: array[rows], self.x)
+        return replace(self, x=x, y=self.y[rows], client=client, test=test)
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,11 @@ class Federated(Clients):
         labels: Ints = self.y.cpu().numpy()
         return labels
 
+    def counts(self, rows: Ints) -> Ints:
+        """How many of the rows are of each class; where an example has many labels, how many labels are."""
+        labels = self.labels[rows]
+        return np.bincount(labels[labels >= 0], minlength=self.classes)
+
     def pool(self) -> Federated:
         """The seen clients' training rows as one client: what the centralized baseline trains on."""
         rows = np.concatenate([self.train[i] for i in self.seen_ids])
@@ -196,6 +209,9 @@ class Federated(Clients):
         )
 
 
+TESTERS = ("all", "unseen")
+
+
 def federate(
     examples: Examples,
     parts: Sequence[Ints],
@@ -204,20 +220,36 @@ def federate(
     test: float = 0.25,
     unseen: float = 0.2,
     proxy: float = 0.0,
+    testers: str = "all",
 ) -> Federated:
     """Split each client's rows into train and test, and the clients into seen and unseen.
 
-    A client of one example keeps it for training: it is trained, and scored NaN. `proxy` is the share of the
-    seen clients' training rows that becomes the server's.
+    test 0: the data's own test examples, where it has any. A client of one example keeps it for training: it
+    is trained, and scored NaN. testers `unseen`: the seen clients train on all they have. `proxy` is the
+    share of the seen clients' training rows that becomes the server's.
     """
     check_share("test", test)
     check_share("proxy", proxy)
-    split = [hold_out(rows, test, random.fold(key, "test", client)) for client, rows in enumerate(parts)]
-    train_parts, test_parts = [train for train, _ in split], [held_out for _, held_out in split]
+    examples, parts = _dealt_alone(examples, parts)
     seen = draw_seen(len(parts), unseen, key)
+    holds_out = draw_testers(seen, testers)
+
+    def split(client: int, rows: Ints) -> tuple[Ints, Ints]:
+        if not holds_out[client]:
+            return np.sort(rows), rows[:0]
+        if test == 0.0 and examples.test is not None:
+            rows = np.sort(rows)
+            return rows[~examples.test[rows]], rows[examples.test[rows]]
+        return hold_out(rows, test, random.fold(key, "test", client))
+
+    pairs = [split(client, np.asarray(rows, dtype=np.int64)) for client, rows in enumerate(parts)]
+    train_parts, test_parts = [train for train, _ in pairs], [held_out for _, held_out in pairs]
     theirs = np.concatenate([part for part, mine in zip(train_parts, seen, strict=True) if mine])
     taken = generator(random.fold(key, "proxy")).permutation(theirs)[: round(proxy * len(theirs))]
-    train_parts = [part[~np.isin(part, taken)] for part in train_parts]
+    if len(taken):
+        gone = np.zeros(len(examples.y), dtype=bool)
+        gone[taken] = True
+        train_parts = [part[~gone[part]] for part in train_parts]
 
     return Federated(
         x=tree.map(with_padding, examples.x),
@@ -230,6 +262,17 @@ def federate(
         seen=seen,
         proxy=np.sort(taken),
     )
+
+
+def _dealt_alone(examples: Examples, parts: Sequence[Ints]) -> tuple[Examples, Sequence[Ints]]:
+    """Without the rows that no client was dealt: they need not be resident."""
+    dealt = np.zeros(len(examples.y), dtype=bool)
+    for rows in parts:
+        dealt[rows] = True
+    if dealt.all():
+        return examples, parts
+    place = np.cumsum(dealt) - 1
+    return examples.only(dealt), [place[rows] for rows in parts]
 
 
 def hold_out(rows: Ints, share: float, key: int) -> tuple[Ints, Ints]:
@@ -247,13 +290,22 @@ def count_held_out(size: int | Ints, share: float) -> Ints:
 
 
 def draw_seen(count: int, unseen: float, key: int) -> NDArray[np.bool_]:
-    """Which of so many clients may train."""
-    check_share("unseen", unseen)
+    """Which of so many clients may train; `unseen` is a share of them, or from 1 on their number."""
+    if not (unseen >= 0.0 and (unseen < 1.0 or unseen % 1.0 == 0.0)):
+        raise ApieceError(f"unseen must be a share in [0, 1) or a whole number of clients, got {unseen}")
+    left_out = round(unseen * count) if unseen < 1.0 else int(unseen)
+    if left_out >= count:
+        raise ApieceError(f"unseen = {unseen:g} leaves none of {count} clients to train with")
     seen = np.ones(count, dtype=bool)
-    seen[random.choose(random.fold(key, "unseen"), round(unseen * count), count)] = False
-    if not seen.any():
-        raise ApieceError(f"an unseen share of {unseen} leaves none of {count} clients to train with")
+    seen[random.choose(random.fold(key, "unseen"), left_out, count)] = False
     return seen
+
+
+def draw_testers(seen: NDArray[np.bool_], testers: str) -> NDArray[np.bool_]:
+    """Which clients hold examples out: all of them, or the unseen ones alone."""
+    if testers not in TESTERS:
+        raise unknown("testers", testers, TESTERS)
+    return ~seen if testers == "unseen" else np.ones(len(seen), dtype=bool)
 
 
 def check_share(name: str, share: float) -> None:

@@ -24,6 +24,7 @@ from apiece.data.federated import (
     check_share,
     count_held_out,
     draw_seen,
+    draw_testers,
     hold_out,
     with_padding,
 )
@@ -56,6 +57,7 @@ class Lazy(Clients):
     label_names: tuple[str, ...]
     names: Sequence[str]
     seen: NDArray[np.bool_]
+    holds_out: NDArray[np.bool_]
     test: float
     key: int
     partition: str = "natural"
@@ -64,7 +66,11 @@ class Lazy(Clients):
         shares = [self.source.make(int(client)) for client in ids]
         begins = np.cumsum([0, *(len(y) for _, y in shares)])
         pairs = [
-            hold_out(begin + np.arange(len(y)), self.test, random.fold(self.key, "test", int(client)))
+            hold_out(
+                begin + np.arange(len(y)),
+                self.test * bool(self.holds_out[client]),
+                random.fold(self.key, "test", int(client)),
+            )
             for client, begin, (_, y) in zip(ids, begins[:-1], shares, strict=True)
         ]
         together = Federated(
@@ -83,18 +89,27 @@ class Lazy(Clients):
         return together.to(self.y.device)
 
     def sizes(self, ids: Sequence[int] | Ints) -> tuple[Ints, Ints]:
-        sizes = self.source.sizes(np.asarray(ids, dtype=np.int64))
-        held_out = count_held_out(sizes, self.test)
+        at = np.asarray(ids, dtype=np.int64)
+        sizes = self.source.sizes(at)
+        held_out = count_held_out(sizes, self.test) * self.holds_out[at]
         return sizes - held_out, held_out
 
     def to(self, device: torch.device) -> Lazy:
         return replace(self, x=tree.to(self.x, device), y=self.y.to(device))
 
 
-def lazily(source: Source, clients: int, key: int, test: float = 0.25, unseen: float = 0.2) -> Lazy:
+def lazily(
+    source: Source,
+    clients: int,
+    key: int,
+    test: float = 0.25,
+    unseen: float = 0.2,
+    testers: str = "all",
+) -> Lazy:
     """What `federate` makes of the source's clients 0 … clients − 1, one by one and when asked."""
     check_share("test", test)
     x, y = source.make(0)
+    seen = draw_seen(clients, unseen, key)
     return Lazy(
         source=source,
         x=tree.map(lambda array: with_padding(array[:0]), x),
@@ -102,7 +117,8 @@ def lazily(source: Source, clients: int, key: int, test: float = 0.25, unseen: f
         classes=source.classes,
         label_names=source.label_names,
         names=Numbers(clients),
-        seen=draw_seen(clients, unseen, key),
+        seen=seen,
+        holds_out=draw_testers(seen, testers),
         test=test,
         key=key,
     )

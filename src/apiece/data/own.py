@@ -45,7 +45,7 @@ def from_arrays(x: Any, y: Any, client_ids: Any, classes: int | None = None) -> 
 
 def save(path: Path, examples: Examples) -> None:
     """Keep what `from_arrays` made: `from_path` of the .npz file gives it back."""
-    if examples.client is None or examples.client_names is not None:
+    if examples.client is None or examples.client_names is not None or examples.test is not None:
         raise ApieceError("only examples that from_arrays made can be saved: name a file in experiment.data")
     names = np.array(examples.label_names)
     np.savez(path, x=examples.x, y=names[examples.y], client=examples.client, label_names=names)

@@ -3,6 +3,7 @@
 The first call of a program runs it plainly, which also warms the libraries up; the next ones record it, once
 for each number of clients.
 Shapes are rounded up, so that few recordings serve all chunks: clients that nobody is, rows that are padding.
+Chunks of one phase go down several lanes at once: a small chunk alone leaves most of a GPU idle.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import logging
 import math
 import time
 import warnings
-from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import replace
-from typing import NamedTuple
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +23,15 @@ from torch import Tensor
 
 from apiece import tree
 from apiece.data.federated import Federated
-from apiece.engines.base import Program, ceiling
+from apiece.engines.base import Call, Program, ceiling
 from apiece.engines.vectorized import Vectorized
 from apiece.shard import Rows
 from apiece.tree import Tree
 
 log = logging.getLogger("apiece")
 
-MOST_GRAPHS = 64
+MOST_GRAPHS = 64  # in a lane
+LANES = 3
 
 
 class _Recording(NamedTuple):
@@ -37,6 +39,25 @@ class _Recording(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     outputs: Tree
+
+
+@dataclass
+class _Lane:
+    """A stream, and recordings that replay on it alone: they share their memory, one after the other."""
+
+    stream: torch.cuda.Stream
+    pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
+    recordings: OrderedDict[Hashable, _Recording] = field(default_factory=OrderedDict)
+    load: int = 0  # chunks it was given that nobody has waited for
+
+
+class _Begun(NamedTuple):
+    """A chunk under way. What it reads is held until it is done: its memory is not the lane's to keep."""
+
+    answer: Tree
+    given: Tree
+    lane: _Lane | None = None
+    done: torch.cuda.Event | None = None
 
 
 class Captured(Vectorized):
@@ -47,46 +68,85 @@ class Captured(Vectorized):
     def __init__(self, device: torch.device, limit: int) -> None:
         super().__init__(device, limit)
         self._met: dict[Hashable, Program] = {}
-        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._lanes = [_Lane(torch.cuda.Stream(device)) for _ in range(LANES)]
         self.captures = 0
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        return self._finished(self._begun(program, shared, clients))
+
+    def answers(self, calls: Iterable[Call]) -> Iterator[Tree]:
+        under_way: deque[_Begun] = deque()
+        for call in calls:
+            try:
+                under_way.append(self._begun(call.program, call.shared, call.clients))
+            except Exception as error:
+                error.add_note(call.where)
+                raise
+            if len(under_way) == LANES:
+                yield self._finished(under_way.popleft())
+        while under_way:
+            yield self._finished(under_way.popleft())
+
+    def _begun(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> _Begun:
         if isinstance(program.federation.data, Federated) and not program.federation.data.lasting:
             # A recording would hold on to examples that are made for this cohort alone.
-            return super().each(program, shared, clients)
+            return _Begun(super().each(program, shared, clients), ())
         count = tree.leaves(clients)[0].shape[0]
         program, clients = _rounded(program, clients, ceiling(count, digits=4))
-        answers = self._replayed(program, shared, clients)
+        begun = self._replayed(program, shared, clients)
         # What a chunk is gathered to has no use for nobody's answers already.
-        return answers if program.together is not None else tree.take(answers, slice(0, count))
+        if program.together is not None:
+            return begun
+        return begun._replace(answer=tree.take(begun.answer, slice(0, count)))
 
-    def _replayed(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+    def _replayed(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> _Begun:
         given = (shared, clients)
         key = (program.key, _signature(given), torch.backends.cuda.matmul.allow_tf32)
-        if key not in self._recordings:
+        lane = self._lane(key)
+        if key not in lane.recordings:
             alike = (program.key, _signature((shared, tree.take(clients, 0))))
             if alike not in self._met:
                 self._met[alike] = program
-                return super().each(program, shared, clients)
-            self._recordings[key] = self._record(program, given)
-            if len(self._recordings) > MOST_GRAPHS:
-                self._recordings.popitem(last=False)
-        self._recordings.move_to_end(key)
-        recording = self._recordings[key]
-        torch._foreach_copy_(recording.inputs, tree.tensors(given))
-        recording.graph.replay()
+                return _Begun(super().each(program, shared, clients), ())
+            lane.recordings[key] = self._record(program, given, lane)
+            if len(lane.recordings) > MOST_GRAPHS:
+                lane.recordings.popitem(last=False)
+        lane.recordings.move_to_end(key)
+        recording = lane.recordings[key]
         # The next replay overwrites the outputs.
-        return tree.map(torch.clone, recording.outputs)
+        answer = tree.map(torch.empty_like, recording.outputs)
+        lane.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(lane.stream):
+            torch._foreach_copy_(recording.inputs, tree.tensors(given))
+            recording.graph.replay()
+            torch._foreach_copy_(tree.tensors(answer), tree.tensors(recording.outputs))
+            done = lane.stream.record_event()
+        lane.load += 1
+        return _Begun(answer, given, lane, done)
 
-    def _record(self, program: Program, given: tuple[Tree, tuple[Tree, ...]]) -> _Recording:
+    def _finished(self, begun: _Begun) -> Tree:
+        if begun.lane is not None and begun.done is not None:
+            torch.cuda.current_stream(self.device).wait_event(begun.done)
+            begun.lane.load -= 1
+        return begun.answer
+
+    def _lane(self, key: Hashable) -> _Lane:
+        """The least busy lane; one that would have to record first counts as one chunk busier."""
+
+        def wait(lane: _Lane) -> tuple[int, bool]:
+            missing = key not in lane.recordings
+            return lane.load + missing, missing
+
+        return min(self._lanes, key=wait)
+
+    def _record(self, program: Program, given: tuple[Tree, tuple[Tree, ...]], lane: _Lane) -> _Recording:
         begin = time.perf_counter()
         held = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, given)
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
             # A first state that is the start itself needs no kernel.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=lane.pool):
                 outputs = super().each(program, *held)
         self.captures += 1
         seconds = time.perf_counter() - begin

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from apiece import tree
 from apiece.engines.base import Engine, Program
+from apiece.shard import Rows
 from apiece.tree import Tree
 
 
 class Sequential(Engine):
-    """Chunks of one client, so nothing is ever padded."""
+    """Clients are computed without padding: a chunk is one client, or its clients' padding is cut off."""
 
     name = "sequential"
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, limit=1)
+    def __init__(self, device: torch.device, limit: int = 1) -> None:
+        super().__init__(device, limit)
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         count = tree.leaves(clients)[0].shape[0]
-        answers = tree.stack([program(shared, *tree.take(clients, i)) for i in range(count)])
-        return program.finish(answers, clients)
+        alone, each = program, [tree.take(clients, i) for i in range(count)]
+        if count > 1:
+            alone, each = replace(program, even=(True,) * len(program.even)), [_cut(one) for one in each]
+        return program.finish(tree.stack([alone(shared, *one) for one in each]), clients)
+
+
+def _cut(client: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """One client, its rows as many as they are."""
+    return tuple(
+        part._replace(place=part.place[: int(part.size)]) if isinstance(part, Rows) else part
+        for part in client
+    )

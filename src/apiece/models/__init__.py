@@ -18,8 +18,9 @@ from torch import nn
 
 from apiece.errors import ApieceError, unknown
 from apiece.importing import import_object
+from apiece.measures import RANKING, RANKING_POOLED, text_accuracy, text_losses
 from apiece.models.validate import fix
-from apiece.task import Losses, Task, cross_entropy, hinge
+from apiece.task import ACCURACY, Losses, Metric, Pooled, Task, cross_entropy, hinge
 
 __all__ = ["MODELS", "Entry", "build", "fix"]
 
@@ -28,6 +29,8 @@ class Entry(NamedTuple):
     description: str
     factory: str  # imported when it is first built
     losses: Losses = cross_entropy
+    measures: Mapping[str, Metric] = ACCURACY
+    pooled: Mapping[str, Pooled] = {}
 
 
 MODELS: Mapping[str, Entry] = {
@@ -35,11 +38,27 @@ MODELS: Mapping[str, Entry] = {
     "svm": Entry("linear support vector machine: hinge loss", "apiece.models.linear:svm", hinge),
     "mlp": Entry("ReLU layers; options hidden=(128,), dropout=0.0, norm=False", "apiece.models.mlp:mlp"),
     "cnn": Entry(
-        "3x3 convolutions; options channels=(16, 32), dense=64, norm=False", "apiece.models.cnn:cnn"
+        "3x3 convolutions; options channels=(16, 32), dense=64, norm=False, activation='relu'",
+        "apiece.models.cnn:cnn",
     ),
-    "lenet": Entry("LeNet-5", "apiece.models.lenet:lenet"),
+    "lenet": Entry(
+        "LeNet-5; options channels=(6, 16), kernel=5, padding=2, dense=(120, 84), dropout=0.0",
+        "apiece.models.lenet:lenet",
+    ),
     "tff_cnn": Entry(
         "the CNN of TFF's EMNIST examples; option dropout=True", "apiece.models.tff_cnn:tff_cnn"
+    ),
+    "din": Entry(
+        "Deep Interest Network, for movielens: AUC, hit ratio and NDCG",
+        "apiece.models.din:din",
+        measures=RANKING,
+        pooled=RANKING_POOLED,
+    ),
+    "lstm": Entry(
+        "characters of shakespeare, each from those before; options embedding=8, hidden=256, layers=2",
+        "apiece.models.lstm:lstm",
+        text_losses,
+        {"accuracy": text_accuracy},
     ),
 }
 
@@ -60,9 +79,8 @@ def build(name: str, input_shape: Sequence[int], classes: int, device: torch.dev
         if option not in known:
             raise unknown(f"option of model {label!r}", option, known)
     try:
-        return Task(
-            _Factory(entry.factory, shape, classes, tuple(options.items())), entry.losses, device=device
-        )
+        factory = _Factory(entry.factory, shape, classes, tuple(options.items()))
+        return Task(factory, entry.losses, entry.measures, entry.pooled, device)
     except (TypeError, ValueError) as error:
         raise ApieceError(f"cannot build model {name!r}: {error}") from error
 

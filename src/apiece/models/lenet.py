@@ -1,33 +1,51 @@
 """LeNet-5: LeCun, Bottou, Bengio, Haffner, "Gradient-Based Learning Applied to Document Recognition", 1998,
-with ReLU, max-pooling and dense layers throughout."""
+with ReLU, max-pooling and dense layers throughout; and the networks that papers have made of it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from torch import nn
 
+from apiece.errors import ApieceError
 from apiece.models.cnn import image_shape
+from apiece.task import Dropout
 
 
-def lenet(input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """5x5 convolutions of 6 and 16 channels, dense layers of 120 and 84 units; ReLU and max-pooling."""
-    incoming, height, width = image = image_shape(input_shape, least=12)
-    return nn.Sequential(
-        OrderedDict(
-            rows=nn.Flatten(),
-            image=nn.Unflatten(1, image),
-            conv1=nn.Conv2d(incoming, 6, 5, padding=2),
-            relu1=nn.ReLU(),
-            pool1=nn.MaxPool2d(2),
-            conv2=nn.Conv2d(6, 16, 5),
-            relu2=nn.ReLU(),
-            pool2=nn.MaxPool2d(2),
-            flatten=nn.Flatten(),
-            dense1=nn.Linear(16 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2), 120),
-            relu3=nn.ReLU(),
-            dense2=nn.Linear(120, 84),
-            relu4=nn.ReLU(),
-            head=nn.Linear(84, classes),
+def lenet(
+    input_shape: tuple[int, ...],
+    classes: int,
+    channels: Sequence[int] = (6, 16),
+    kernel: int = 5,
+    padding: int = 2,
+    dense: Sequence[int] = (120, 84),
+    dropout: float = 0.0,
+) -> nn.Module:
+    """Convolutions, each with ReLU and max-pooling, and dense layers with ReLU.
+
+    `padding` is the first convolution's, the others have none; `dropout` stands before the last layer.
+    """
+    incoming, height, width = image = image_shape(input_shape)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(rows=nn.Flatten(), image=nn.Unflatten(1, image))
+    for i, outgoing in enumerate(channels, 1):
+        layers[f"conv{i}"] = nn.Conv2d(incoming, outgoing, kernel, padding=padding)
+        layers[f"relu{i}"] = nn.ReLU()
+        layers[f"pool{i}"] = nn.MaxPool2d(2)
+        height, width = ((side + 2 * padding - kernel + 1) // 2 for side in (height, width))
+        incoming, padding = outgoing, 0
+    if min(height, width) < 1:
+        raise ApieceError(
+            f"lenet: {len(channels)} convolutions of {kernel}x{kernel} leave nothing of {image[1]}x{image[2]} "
+            f"pixels"
         )
-    )
+    layers["flatten"] = nn.Flatten()
+    incoming *= height * width
+    for i, outgoing in enumerate(dense, 1):
+        layers[f"dense{i}"] = nn.Linear(incoming, outgoing)
+        layers[f"relu{len(channels) + i}"] = nn.ReLU()
+        incoming = outgoing
+    if dropout:
+        layers["dropout"] = Dropout(dropout)
+    layers["head"] = nn.Linear(incoming, classes)
+    return nn.Sequential(layers)

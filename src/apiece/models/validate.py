@@ -16,6 +16,7 @@ from apiece.errors import ApieceError
 from apiece.params import Params
 from apiece.shard import Batch
 from apiece.task import Dropout, Task
+from apiece.tree import Tree
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -47,16 +48,26 @@ class Problem(NamedTuple):
         return f"{self.where}: {self.why}. Fix: {self.fix}"
 
 
-def validate(task: Task, engine: str, input_shape: tuple[int, ...], classes: int) -> None:
+Rows = tuple[Tree, Tensor]  # x and y of some examples
+
+
+def validate(
+    task: Task, engine: str, input_shape: tuple[int, ...], classes: int, like: Rows | None = None
+) -> None:
     """Raise an ApieceError that lists every problem; `auto` is held to what the sequential engine needs."""
-    found = problems(task, engine, input_shape, classes)
+    found = problems(task, engine, input_shape, classes, like)
     if found:
         listed = "\n".join(f"  {problem}" for problem in found)
         raise ApieceError(f"this model cannot be trained with the {engine} engine:\n{listed}")
 
 
-def problems(task: Task, engine: str, input_shape: tuple[int, ...], classes: int) -> list[Problem]:
-    """All that is wrong with the task's model, by looking at its layers and by trying one step."""
+def problems(
+    task: Task, engine: str, input_shape: tuple[int, ...], classes: int, like: Rows | None = None
+) -> list[Problem]:
+    """All that is wrong with the task's model, by looking at its layers and by trying one step.
+
+    `like`: x and y of one example or more, where x is not one array of floats and y not one class.
+    """
     vectorized = engine == "vectorized"
     found = [
         problem
@@ -68,7 +79,26 @@ def problems(task: Task, engine: str, input_shape: tuple[int, ...], classes: int
     layers = list(task.module.modules())
     look_for_dropout = not any(isinstance(layer, _DROPOUTS) for layer in layers)
     under_vmap = vectorized and not any(isinstance(layer, _RECURRENT) for layer in layers)
-    return [*found, *_when_tried(task, input_shape, classes, look_for_dropout, under_vmap)]
+    like = (torch.zeros(1, *input_shape), torch.zeros(1, dtype=torch.int64)) if like is None else like
+    x, y = _examples(like, classes, task.device)
+    return [*found, *_when_tried(task, x, y, classes, look_for_dropout, under_vmap)]
+
+
+def _examples(like: Rows, classes: int, device: torch.device) -> Rows:
+    """Examples of two clients: floats and pixels at random, categories all 0, each label in turn."""
+    draw = torch.Generator().manual_seed(0)
+
+    def made(leaf: Tensor) -> Tensor:
+        shape = (2, _EXAMPLES, *leaf.shape[1:])
+        if leaf.dtype is torch.uint8:
+            return torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw).to(device)
+        if leaf.is_floating_point():
+            return torch.rand(shape, generator=draw).to(device)
+        return torch.zeros(shape, dtype=leaf.dtype, device=device)
+
+    x, y = like
+    labels = torch.arange(_EXAMPLES, device=device).reshape(-1, *[1] * (y.ndim - 1)) % classes
+    return tree.map(made, x), labels.expand(_EXAMPLES, *y.shape[1:])
 
 
 def _in_layer(name: str, module: nn.Module, vectorized: bool) -> Iterator[Problem]:
@@ -91,28 +121,27 @@ def _in_layer(name: str, module: nn.Module, vectorized: bool) -> Iterator[Proble
 
 
 def _when_tried(
-    task: Task, input_shape: tuple[int, ...], classes: int, look_for_dropout: bool, under_vmap: bool
+    task: Task, x: Tree, y: Tensor, classes: int, look_for_dropout: bool, under_vmap: bool
 ) -> Iterator[Problem]:
     """Two tiny clients take one step; the first step that fails is the last that is tried."""
     params = task.init(0)
-    x = torch.rand((2, _EXAMPLES, *input_shape), generator=torch.Generator().manual_seed(0)).to(task.device)
-    y = torch.arange(_EXAMPLES, device=task.device) % classes
+    first = tree.take(x, 0)
     key = random.as_key(0, task.device)
 
-    def forward(w: Params, x: Tensor) -> Any:
+    def forward(w: Params, x: Tree) -> Any:
         return task.predict(w, x)
 
-    def step(w: Params, x: Tensor) -> Params:
-        batch = Batch(x, y, torch.ones_like(y, dtype=torch.float32), None, key)
+    def step(w: Params, x: Tree) -> Params:
+        batch = Batch(x, y, torch.ones(_EXAMPLES, device=task.device), None, key)
         gradient: Params = grad(task.objective)(w, batch)
         return w - gradient
 
     calls = _DropoutCalls()
     try:
         with calls:
-            outputs = forward(params, x[0])
+            outputs = forward(params, first)
     except Exception as error:
-        takes = f"the model must take a batch of shape (n, {', '.join(map(str, input_shape))})"
+        takes = f"the model must take {_described(x)}"
         yield Problem("forward pass", _first_line(error), takes)
         return
     dropouts = sorted(calls.names) if look_for_dropout else []
@@ -120,19 +149,20 @@ def _when_tried(
         yield Problem(f"torch.nn.functional.{name}", _NO_DRAWS, "an apiece.task.Dropout layer")
 
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-    if shape != (_EXAMPLES, classes):
+    if shape != (*y.shape, classes):
         why = f"is {shape} for {_EXAMPLES} examples of {classes} classes"
-        yield Problem("output", why, "return one score per class, of shape (n, classes)")
+        wanted = ", ".join(map(str, ("n", *y.shape[1:], "classes")))
+        yield Problem("output", why, f"return one score per class, of shape ({wanted})")
         return
 
-    if not torch.allclose(outputs, forward(params, x[0]), equal_nan=True):
+    if not torch.allclose(outputs, forward(params, first), equal_nan=True):
         if not dropouts:
             why = "draws from a global generator: the same inputs gave two outputs"
             yield Problem("forward pass", why, "apiece.task.Dropout, or a rule without chance")
         return
 
     try:
-        step(params, x[0])
+        step(params, first)
     except Exception as error:
         yield Problem(
             "training step", _first_line(error), "the loss must be differentiable by torch.func.grad"
@@ -147,6 +177,17 @@ def _when_tried(
         except Exception as error:
             cure = "--engine sequential, or rewrite without .item() and control flow that depends on data"
             yield Problem("training step under vmap", _first_line(error), cure)
+
+
+def _described(x: Tree) -> str:
+    """What a model is given."""
+
+    def shape(leaf: Tensor) -> str:
+        return f"({', '.join(map(str, ('n', *leaf.shape[2:])))})"
+
+    if isinstance(x, Tensor):
+        return f"a batch of shape {shape(x)}"
+    return "a batch of " + ", ".join(f"{name} {shape(leaf)}" for name, leaf in tree.flatten(x).items())
 
 
 class _DropoutCalls(TorchFunctionMode):

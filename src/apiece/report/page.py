@@ -67,6 +67,11 @@ def html(runs: Sequence[Run], command: str = "") -> str:
             _footer(story, command),
         ]
     )
+    return document(heading, body)
+
+
+def document(heading: str, body: str) -> str:
+    """A page that needs no other file, and may load none."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
@@ -233,10 +238,14 @@ def _glance(story: Story) -> str:
     spread = ", whiskers one standard deviation over seeds" if any(s.std for s in stats) else ""
     return _section(
         "At a glance",
-        f"{story.metric.capitalize()} in percent, mean over clients: hollow before personalization "
+        f"{_title(story.metric)} in percent, mean over clients: hollow before personalization "
         f"(initial), full after it (personalized){spread}.",
         _figure(panels, "Initial and personalized scores by method", "two"),
     )
+
+
+def _title(metric: str) -> str:
+    return metric[:1].upper() + metric[1:]
 
 
 def _table(story: Story) -> str:
@@ -245,7 +254,7 @@ def _table(story: Story) -> str:
     bold = "; the best of each column is bold" if len(story.rows) > 1 else ""
     return _section(
         "Results",
-        f"{story.metric.capitalize()} after the last round, mean over clients{spread}{bold}. "
+        f"{_title(story.metric)} after the last round, mean over clients{spread}{bold}. "
         "<i>Worst 10 %</i>: personalized, over the worst tenth of the clients. <i>Harmed</i>: the share of "
         "clients that personalization made worse.",
         _grid(dict(enumerate(story.rows)), results.columns(story.rows), "Table of results"),
@@ -269,7 +278,7 @@ def _others(story: Story) -> str:
     bold = "; the best of each column is bold" if len(rows) > 1 else ""
     return _section(
         "Scored on other data too",
-        f"{story.metric.capitalize()} after the last round, on the clients of the run's own data and "
+        f"{_title(story.metric)} after the last round, on the clients of the run's own data and "
         f"of other data: mean over clients{spread}{bold}. On data from before the run, <i>initial</i> tells "
         "what is not forgotten and <i>personalized</i> what a client regains by itself.",
         _grid(rows, columns, "Table of results on other data"),
@@ -357,7 +366,7 @@ def _curves(story: Story) -> str:
     dotted = " Dotted: an unfinished run." if any(group.unfinished for group in story.groups) else ""
     return _section(
         "Learning curves",
-        f"{story.metric.capitalize()} in percent against rounds{what}; round 0 is before training."
+        f"{_title(story.metric)} in percent against rounds{what}; round 0 is before training."
         f"{dotted}{thinned}",
         figures,
     )

@@ -189,6 +189,20 @@ def _curves(series: Sequence[Series], x: Scale, y: Scale, behind: Sequence[Curve
     return "".join(parts)
 
 
+def paths(tracks: Sequence[Sequence[tuple[float, float]]], aria: str) -> str:
+    """Points in a plane whose axes say nothing, a colour for each track, joined in their order."""
+    side, found = 320, [point for track in tracks for point in track]
+    across, up = ([point[axis] for point in found] for axis in (0, 1))
+    x = Scale(min(across), max(max(across), min(across) + 1e-9), 10, side - 10)
+    y = Scale(min(up), max(max(up), min(up) + 1e-9), side - 10, 10)
+    parts = []
+    for index, track in enumerate(tracks):
+        places = [(x(a), y(b)) for a, b in track]
+        line = "L".join(f"{_n(a)} {_n(b)}" for a, b in places)
+        parts.append(f'<path class="other" d="M{line}"/>{_dots(places, 2.0, index)}')
+    return _svg(side, side, "".join(parts), aria)
+
+
 def swatch(index: int) -> str:
     """A method's line and mark, for legends; said by the words beside it."""
     body = f'<path class="line {style(index)}" d="M1 7h26"/>{_mark(index, 14, 7)}'

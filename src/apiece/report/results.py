@@ -21,7 +21,7 @@ from apiece.errors import ApieceError
 GROUPS = ("seen", "unseen")
 SCORES = ("initial", "personalized")
 OWN = "test"  # clients.csv calls the run's own test examples so; other names are other data's clients
-METRIC = "accuracy"  # what an unfinished run is taken to measure: its summary would have told
+METRIC = "accuracy"  # what a run is taken to measure that has not scored a client yet
 ABSENT = "–"
 
 T = TypeVar("T")
@@ -77,6 +77,7 @@ class Run(NamedTuple):
     labels: tuple[Label, ...]
     adaptation: tuple[Point, ...]
     summary: dict[str, Any] | None  # None: unfinished
+    metric: str  # the headline
 
     @property
     def finished(self) -> bool:
@@ -89,10 +90,6 @@ class Run(NamedTuple):
     @property
     def seed(self) -> Any:
         return self.experiment.get("seed")
-
-    @property
-    def metric(self) -> str:
-        return str((self.summary or {}).get("metric", METRIC))
 
 
 class Group(NamedTuple):
@@ -167,18 +164,21 @@ def load(folder: Path) -> Run:
         raise ApieceError(f"{path}: {error}") from error
     if "method" not in experiment:
         raise ApieceError(f"{path} names no method")
-    run = Run(
+    clients, summary = _rows(folder, "clients.csv", _client), _summary(folder)
+    # The headline's rows are the first.
+    metric = str((summary or {}).get("metric", clients[0].metric if clients else METRIC))
+    return Run(
         folder=folder,
         toml=toml,
         experiment=experiment,
         rounds=_rows(folder, "rounds.csv", _round),
-        clients=(),
+        clients=tuple(row.client for row in clients if row.metric == metric and row.test == OWN),
         partition=_rows(folder, "partition.csv", _count),
         labels=_rows(folder, "labels.csv", _label),
         adaptation=_rows(folder, "adaptation.csv", _point),
-        summary=_summary(folder),
+        summary=summary,
+        metric=metric,
     )
-    return run._replace(clients=_clients(folder, run.metric))
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
@@ -449,15 +449,15 @@ def _point(row: Mapping[str, Any]) -> Point:
     return Point(row["along"], int(row["amount"]), _number(row["personalized_mean"]))
 
 
-def _clients(folder: Path, metric: str) -> tuple[Client, ...]:
-    def read(row: Mapping[str, Any]) -> tuple[str, str, Client]:
-        client = Client(
-            int(row["client"]), row["seen"] == "1", _number(row["initial"]), _number(row["personalized"])
-        )
-        return row["metric"], row["test"], client
+class _ClientRow(NamedTuple):
+    metric: str
+    test: str
+    client: Client
 
-    rows = _rows(folder, "clients.csv", read)
-    return tuple(client for name, test, client in rows if name == metric and test == OWN)
+
+def _client(row: Mapping[str, Any]) -> _ClientRow:
+    scores = (_number(row[score]) for score in SCORES)
+    return _ClientRow(row["metric"], row["test"], Client(int(row["client"]), row["seen"] == "1", *scores))
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
