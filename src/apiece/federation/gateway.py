@@ -1,0 +1,86 @@
+"""The gateway: the one door of a server. It lets through what clients need of Flower, and nothing else.
+
+A SuperLink answers clients, and whoever steers it (starts programs on all clients, registers keys), on one
+port, and of the latter it asks no proof. So it listens on this machine alone, and the gateway, at the address
+that clients know, hands on the calls that Flower itself authenticates by the clients' keys.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from apiece.errors import ApieceError
+
+CLIENTS = re.compile(rb"/v1/fleet/[a-z-]+")
+MOST = 64 << 20  # bytes of one call; Flower cuts arrays into pieces of 5 MiB
+DROPPED = {"host", "connection", "content-length", "transfer-encoding", "content-encoding", "keep-alive"}
+
+
+class Certificate(NamedTuple):
+    file: Path
+    key: Path
+
+
+def application(upstream: str, authority: Path | None) -> Starlette:
+    """Hand clients' calls on to the SuperLink at `upstream`, whose certificate `authority` has signed."""
+    verify = ssl.create_default_context(cafile=str(authority)) if authority is not None else False
+    link = httpx.AsyncClient(base_url=upstream, verify=verify, timeout=None, trust_env=False)
+
+    async def forward(request: Request) -> Response:
+        # The bytes of the path as they came: what is normalized later would be another path.
+        if not CLIENTS.fullmatch(request.scope["raw_path"]) or request.scope["query_string"]:
+            return Response(status_code=404)
+        length = request.headers.get("content-length", "")
+        if not length.isdecimal() or int(length) > MOST:
+            return Response(status_code=413)
+        headers = [(name, value) for name, value in request.headers.items() if name not in DROPPED]
+        try:
+            found = await link.post(request.url.path, content=await request.body(), headers=headers)
+        except httpx.TransportError:
+            return Response(status_code=503)  # it starts or restarts: clients try again
+        kept = {name: value for name, value in found.headers.items() if name not in DROPPED}
+        return Response(found.content, found.status_code, kept)
+
+    return Starlette(routes=[Route("/{path:path}", forward, methods=["POST"])])
+
+
+@contextmanager
+def opened(app: Starlette, host: str, port: int, certificate: Certificate | None) -> Iterator[None]:
+    """Serve it in a thread."""
+    settings = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        ssl_certfile=certificate and str(certificate.file),
+        ssl_keyfile=certificate and str(certificate.key),
+    )
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, name="gateway", daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise ApieceError(
+                    f"cannot listen at {host}:{port}: is the port taken? Give another --address"
+                )
+            time.sleep(0.05)
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(5)
