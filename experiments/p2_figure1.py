@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
 
 from apiece import Experiment
@@ -51,7 +52,7 @@ def measure(round: int) -> Callable[[Run], Measured]:
             "round's cohort": distance(cohort, everyone),
             "one client": fmean(distance(shares(counts), everyone) for counts in own.values()),
         }
-        drawn = [(float(label), 100 * share) for label, share in cohort.items()]
+        drawn = [(float(label), 100 * cohort.get(label, 0.0)) for label in sorted(everyone)]
         return Measured(numbers, {"share of each class, seed 0": drawn} if run.seed == 0 else {})
 
     return measured
@@ -76,4 +77,5 @@ TABLE = Table(
         "'One client' is the mean over all clients, the same for every round.",
     ),
     departures=(),
+    small=lambda experiment: replace(experiment, rounds=ROUNDS),
 )

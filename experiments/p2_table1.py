@@ -54,9 +54,7 @@ TABLE = Table(
         (row, COLUMN): Cell(replace(BASE, method=method, settings=settings), measure)
         for row, (method, settings) in ROWS.items()
     },
-    published={
-        (row, COLUMN): dict(zip(FIGURES, values, strict=True)) for row, values in PUBLISHED.items()
-    },
+    published={(row, COLUMN): dict(zip(FIGURES, values, strict=True)) for row, values in PUBLISHED.items()},
     figures=FIGURES,
     seeds=(0, 1, 2),
     settings=(

@@ -12,9 +12,13 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.func import vmap
 
-from apiece import Experiment, run, tree
+from apiece import Experiment, Recipe, run, tree
 from apiece.data import toy
-from apiece.evaluate import Outputs, Total, pool
+from apiece.data.federated import Examples, federate
+from apiece.engines.base import Engine
+from apiece.engines.sequential import Sequential
+from apiece.engines.vectorized import Vectorized
+from apiece.evaluate import Outputs, Total, models, pool, score
 from apiece.measures import (
     RANKING,
     RANKING_POOLED,
@@ -25,9 +29,14 @@ from apiece.measures import (
     text_accuracy,
     text_losses,
 )
+from apiece.methods.fedavg import FedAvg
 from apiece.random import as_key
+from apiece.sample import uniform
 from apiece.shard import Batch
+from apiece.store import Store
 from apiece.task import Metric, Task
+from apiece.train import assemble
+from tests.worlds import CPU, ROOT, linear_net
 
 
 def outputs(scores: list[float]) -> Tensor:
@@ -226,3 +235,37 @@ def test_a_model_that_is_not_finite_is_left_out_of_the_pool() -> None:
     assert pool(task, parts, np.array([True, True, True, True])) == {"AUC": Total(1.0, 0.5)}
     assert pool(task, parts, np.array([False, True, False, False])) == {"AUC": Total(1.0, 1.0)}
     assert pool(task, parts, np.array([False, False, True, True])) == {}
+
+
+@pytest.mark.parametrize("engine", [Sequential(CPU), Vectorized(CPU, 3)], ids=["sequential", "vectorized"])
+def test_outputs_are_those_of_each_clients_own_test_examples(engine: Engine) -> None:
+    """Clients of unequal sizes, asked for in no order; what pads a chunk is not among them."""
+    sizes = (4, 30, 9, 1, 16, 22)
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(sum(sizes), 5)).astype(np.float32), np.arange(sum(sizes)) % 3
+    parts = [np.arange(b - n, b) for n, b in zip(sizes, np.cumsum(sizes), strict=True)]
+    names = [str(i) for i in range(len(sizes))]
+    data = federate(Examples(x, y, 3, ("a", "b", "c")), parts, names, key=0, test=0.5, unseen=0.0)
+    task = Task(linear_net, pooled={"mean": lambda outputs, y: outputs.mean()})
+    method = FedAvg(local=Recipe(lr=0.1, batch_size=4))
+    training, server = assemble(
+        engine,
+        method,
+        task,
+        task.init(1),
+        data,
+        2,
+        ROOT,
+        uniform,
+        lambda state: Store(state, data.population, CPU, None, mapped=False),
+    )
+    ids, broadcast = [5, 0, 3, 1, 2, 4], training.broadcast(server, 0)
+    with torch.no_grad():
+        found = score(engine, training.federation, broadcast, ids, 0)
+        own = models(engine, training.federation, broadcast, ids, 0)
+    assert found.pairs.keys() == {"accuracy", "loss"}
+    for client, outputs, pair in zip(ids, found.outputs, own, strict=True):
+        rows = data.test[client]
+        assert outputs.y.tolist() == y[rows].tolist()
+        for said, params in zip(outputs[:2], pair, strict=True):
+            torch.testing.assert_close(said, task.predict(params, torch.from_numpy(x[rows])))

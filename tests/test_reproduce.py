@@ -179,7 +179,10 @@ def test_at_smoke_scale_nothing_waits_for_a_search(open_work: Reproduction) -> N
 
 
 def test_a_search_is_written_down_with_all_its_trials(open_work: Reproduction) -> None:
-    """Two rounds of learning at 0.1 or 0.5 beat two at a millionth, which is the first trial, the table's."""
+    """Two rounds of learning at 0.1 or 0.5 beat two at a millionth, which is the first trial, the table's.
+
+    The row is judged by its initial score, as the log of trials has it.
+    """
     open_work.search(("first", "iid"), quiet)
     (known,) = ledger.read_searches(open_work.searches)
     assert open_work.searches.name == "toy-search-search.jsonl"
@@ -192,6 +195,10 @@ def test_a_search_is_written_down_with_all_its_trials(open_work: Reproduction) -
     assert best["score"] > own["score"]
     assert known.settings == best["settings"]
     assert known.versions["torch"]
+    logged = map(json.loads, (open_work.runs / "full" / tune.LOG).read_text().splitlines())
+    scores = {run["trial"]: (run["initial"], run["personalized"]) for run in logged}
+    assert [trial["score"] for trial in known.trials] == [initial for initial, _ in scores.values()]
+    assert all(initial != personalized for initial, personalized in list(scores.values())[1:])
 
 
 def test_a_search_that_the_table_has_changed_is_wanted_again(open_work: Reproduction) -> None:
@@ -295,6 +302,19 @@ def test_the_pages_show_the_settings_found_and_the_effort(work: Reproduction) ->
     assert "local.lr=0.1" not in text
     page = results_page.html({"toy-table": work.table}, {"toy-table": ENTRIES}, searches)
     assert f"<td>local.lr=0.5</td><td>62.50</td><td>{told}</td>" in page
+
+
+def test_paths_are_drawn_and_ledgers_without_them_are_read(work: Reproduction, tmp_path: Path) -> None:
+    """A line for each path through all its points, the first run's alone."""
+    corners = [(0.0, 0.0), (1.0, 0.0), (1.0, 3.0)]
+    drawn = [e._replace(paths={"one": corners, "two": corners[::-1]}) for e in ENTRIES[:2]]
+    page = results_page.html({"toy-table": work.table}, {"toy-table": drawn}, {"toy-table": []})
+    assert page.count("<h3>iid: first, seed") == 1
+    assert page.count('d="M10 310L310 310L310 10"') == 1
+    assert page.count('d="M310 10L310 310L10 310"') == 1
+    old = {name: value for name, value in ENTRIES[0]._asdict().items() if name != "paths"}
+    (tmp_path / "old.jsonl").write_text(json.dumps(old) + "\n")
+    assert ledger.read(tmp_path / "old.jsonl")[0].paths == {}
 
 
 def test_a_ledger_with_a_foreign_line_is_refused(tmp_path: Path) -> None:

@@ -204,6 +204,15 @@ def compare(
         str, typer.Option(help="Methods, separated by commas.", rich_help_panel=WHAT)
     ] = "local,fedavg,reptile",
     seeds: SeedsFlag = None,
+    spread: Annotated[
+        bool,
+        typer.Option(
+            "--spread",
+            help="Several runs at once, one on each CPU or GPU of the Ray cluster at --address. All its "
+            "machines must see the output folder.",
+            rich_help_panel=HOW,
+        ),
+    ] = False,
     **flags: Any,
 ) -> None:
     """Run several methods with the same seeds, cohorts and batch orders, and print one table.
@@ -223,21 +232,26 @@ def compare(
     plan = _on_equal_data(plan)
     folder = flags["out"] or _free_folder("compare", base.data)
     again = f"the same command and --out {folder}"
-    for name in names:
+    runs = [(described, folder / place) for place, described in plan.items()]
+    if spread:
+        with terminal.bar("runs", len(runs), flags["json"], runs[0][1], again) as tick:
+            for done in session.run_spread(runs):
+                tick(done, None)
+    for name in names if not spread else ():
         fresh = [
-            (described, folder / place)
-            for place, described in plan.items()
-            if described.method == name and not (folder / place / "experiment.toml").exists()
+            (described, place)
+            for described, place in runs
+            if described.method == name and not (place / "experiment.toml").exists()
         ]
         if len(fresh) > 1 and session.side_by_side(fresh[0][0]):
             title = f"{name} seeds {', '.join(str(described.seed) for described, _ in fresh)}"
             with terminal.bar(title, fresh[0][0].rounds, flags["json"], folder, again) as tick:
                 session.run_replicas(fresh, tick)
-    for place, described in plan.items():
+    for described, place in runs if not spread else ():
         title = f"{described.method} seed {described.seed}"
-        with terminal.bar(title, described.rounds, flags["json"], folder / place, again) as tick:
-            session.run_or_resume(described, folder / place, tick)
-    terminal.show_runs([folder / place for place in plan], folder, flags["json"])
+        with terminal.bar(title, described.rounds, flags["json"], place, again) as tick:
+            session.run_or_resume(described, place, tick)
+    terminal.show_runs([place for _, place in runs], folder, flags["json"])
 
 
 @app.command()

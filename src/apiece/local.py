@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +19,35 @@ from apiece.shard import Batch, Shard
 Carry = TypeVar("Carry")
 
 
+Looper = Callable[[Callable[[Any, Batch], Any], Any, Iterable[Batch]], Any]
+
+_looper: ContextVar[Looper | None] = ContextVar("looper", default=None)
+
+
+@contextmanager
+def looping(looper: Looper | None) -> Iterator[None]:
+    """Have an engine run the steps of outermost loops its own way."""
+    token = _looper.set(looper)
+    try:
+        yield
+    finally:
+        _looper.reset(token)
+
+
 def loop(step: Callable[[Carry, Batch], Carry], carry: Carry, batches: Iterable[Batch]) -> Carry:
     """The client's `for`: a batch of padding leaves the whole carry unchanged."""
+
+    def after(carry: Carry, batch: Batch) -> Carry:
+        found: Carry = step(carry, batch)
+        return found if batch.live is None else tree.where(batch.live, found, carry)
+
+    looper = _looper.get()
+    if looper is not None:
+        with looping(None):
+            carry = looper(after, carry, batches)
+            return carry
     for batch in batches:
-        after = step(carry, batch)
-        carry = after if batch.live is None else tree.where(batch.live, after, carry)
+        carry = after(carry, batch)
     return carry
 
 

@@ -128,7 +128,7 @@ def prepare(
     if computing.type == "cuda" and experiment.precision == "bf16":
         task = replace(task, precision=torch.bfloat16)
     engines = _engines(task, experiment, data)
-    layers = _layers(task, engines, method, experiment, data, computing) if choice is None else choice.layers
+    layers = choice.layers if choice else _layers(task, engines, method, experiment, data, cluster)
     if beside is not None:
         task = replace(task, module=beside.federation.task.module)
     elif not remote:
@@ -291,16 +291,19 @@ def _layers(
     method: Method,
     experiment: Experiment,
     data: Clients,
-    device: torch.device,
+    cluster: Cluster | None,
 ) -> dict[str, str]:
     """How the layers are computed where clients are computed together, by measuring on some examples."""
+    device = cluster.device if cluster else task.device
     if device.type != "cuda" or engines.get("vectorized") != "":
         return {}
     held = data.take(data.seen_ids[:64].tolist())
     rows = torch.from_numpy(held.train.rows[: method.local.batch_size or 64]).to(task.device)
     x, y = tree.take((held.x, held.y), rows)
-    measure = fastest if task.device == device else measured_layers
-    return measure(task, x, y, min(experiment.cohort, experiment.chunk))
+    if cluster is None:
+        return fastest(task, x, y, min(experiment.cohort, experiment.chunk))
+    chunk = share(experiment.cohort, cluster.actors, "vectorized", experiment.chunk)
+    return measured_layers(cluster, task, x, y, chunk)
 
 
 def _store_kind(asked: str, state: tree.Tree, population: int, device: torch.device) -> str:

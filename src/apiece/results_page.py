@@ -205,7 +205,8 @@ def _section(table: Table, entries: Sequence[Entry], searches: Sequence[Searched
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>'
         f'<thead><tr><th scope="col"></th>{heads}<th scope="col">seeds</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
-        f"{_charts(table, entries)}{_searches(table, searches)}<ul>{listed}</ul></section>\n"
+        f"{_charts(table, entries)}{_paths(table, entries)}{_searches(table, searches)}"
+        f"<ul>{listed}</ul></section>\n"
     )
 
 
@@ -242,16 +243,23 @@ def _charts(table: Table, entries: Sequence[Entry]) -> str:
             if limits is not None:
                 caption = f"{column}: {name}"
                 panels.append((escape(caption), plots.curves(series, limits, caption)))
+    legend = "".join(f"<li>{plots.swatch(at)}{escape(row)}</li>" for row, at in styles.items())
+    return _figure(f'<ul class="legend">{legend}</ul>', panels)
+
+
+def _paths(table: Table, entries: Sequence[Entry]) -> str:
+    """For each cell, the paths of its first run that has some."""
+    panels = []
     for place in table.cells:
-        drawn_paths = [e for e in _of(place, entries) if e.paths][:1]
-        for entry in drawn_paths:
+        for entry in [e for e in _of(place, entries) if e.paths][:1]:
             caption = f"{place[1]}: {place[0]}, seed {entry.seed}"
             panels.append((escape(caption), plots.paths(list(entry.paths.values()), caption)))
-    legend = "".join(f"<li>{plots.swatch(at)}{escape(row)}</li>" for row, at in styles.items())
+    return _figure("", panels)
+
+
+def _figure(legend: str, panels: Sequence[tuple[str, str]]) -> str:
     drawn = "".join(f'<div class="panel"><h3>{caption}</h3>{svg}</div>' for caption, svg in panels)
-    if not drawn:
-        return ""
-    return f'<figure><ul class="legend">{legend}</ul><div class="panels">{drawn}</div></figure>'
+    return f'<figure>{legend}<div class="panels">{drawn}</div></figure>' if drawn else ""
 
 
 def _mean_curve(name: str, entries: Sequence[Entry]) -> Curve:

@@ -18,6 +18,7 @@ from apiece import experiment as experiments
 from apiece import folder as files
 from apiece.choice import Choice, pick_device
 from apiece.data.federated import Examples, Federated, Ints
+from apiece.engines.ray import inside, join, spread
 from apiece.errors import ApieceError
 from apiece.evaluate import Pair
 from apiece.evaluate import models as client_models
@@ -79,6 +80,8 @@ def run(
 
 def side_by_side(experiment: Experiment) -> bool:
     """Are replicas faster together? On a GPU, which one run leaves idle much of the time."""
+    if inside(experiment.engine):
+        return False
     return pick_device(experiment.device).type == "cuda" and experiment.engine != "sequential"
 
 
@@ -122,7 +125,9 @@ def resume(out: str | Path, progress: Progress = lambda done, scores: None) -> R
         return carry_out(reopen(folder), progress)[0]
 
 
-def run_or_resume(experiment: Experiment, folder: Path, progress: Progress) -> None:
+def run_or_resume(
+    experiment: Experiment, folder: Path, progress: Progress = lambda done, scores: None
+) -> None:
     """Run an experiment unless the folder holds it finished; go on if it holds it interrupted."""
     if not (folder / "experiment.toml").exists():
         run(experiment, folder, progress)
@@ -133,6 +138,20 @@ def run_or_resume(experiment: Experiment, folder: Path, progress: Progress) -> N
         raise ApieceError(f"{folder} holds another experiment: choose another folder with --out")
     if not (folder / "summary.json").exists():
         resume(folder, progress)
+
+
+def run_spread(runs: Sequence[tuple[Experiment, Path]]) -> Iterator[int]:
+    """`run_or_resume` of each, several at once on a Ray cluster; how many are done, as they are.
+
+    One whose machine is lost goes on elsewhere, from its last checkpoint.
+    """
+    first = runs[0][0]
+    if inside(first.engine):
+        raise ApieceError("--spread computes each run in one place: leave --engine ray out, or --spread")
+    cluster = join(first.address, first.device, 0, first.threads)
+    orders = [(absolute(experiment), folder.resolve()) for experiment, folder in runs]
+    yield 0
+    yield from (done for done, _ in enumerate(spread(run_or_resume, orders, cluster), 1))
 
 
 def reopen(folder: Path) -> Session:

@@ -4,6 +4,7 @@ The first call of a program runs it plainly, which also warms the libraries up; 
 for each number of clients.
 Shapes are rounded up, so that few recordings serve all chunks: clients that nobody is, rows that are padding.
 Chunks of one phase go down several lanes at once: a small chunk alone leaves most of a GPU idle.
+Of a program of many steps one step is recorded, anew in every call (`stepwise`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from torch import Tensor
 from apiece import tree
 from apiece.data.federated import Federated
 from apiece.engines.base import Call, Program, ceiling
+from apiece.engines.stepwise import Action, Stepwise
 from apiece.engines.vectorized import Vectorized
+from apiece.local import looping
 from apiece.shard import Rows
 from apiece.tree import Tree
 
@@ -32,6 +35,7 @@ log = logging.getLogger("apiece")
 
 MOST_GRAPHS = 64  # in a lane
 LANES = 3
+LONG = 60  # steps from which on recording the whole program takes longer than it saves
 
 
 class _Recording(NamedTuple):
@@ -60,6 +64,30 @@ class _Begun(NamedTuple):
     done: torch.cuda.Event | None = None
 
 
+class _Steps:
+    """Recordings of single steps: used within one call, their memory by the next one's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        # The pool lasts as long as one of its graphs.
+        self._kept: deque[torch.cuda.CUDAGraph] = deque(maxlen=8)
+
+    def record(self, action: Action) -> Action:
+        # As `torch.cuda.graph` does, without emptying caches and collecting garbage, which take longer.
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                action()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._kept.append(graph)
+        return graph.replay
+
+
 class Captured(Vectorized):
     """Vectorized on a CUDA device, replayed: no Python and no launches between a chunk's kernels."""
 
@@ -67,7 +95,8 @@ class Captured(Vectorized):
 
     def __init__(self, device: torch.device, limit: int) -> None:
         super().__init__(device, limit)
-        self._met: dict[Hashable, Program] = {}
+        self._met: dict[Hashable, tuple[Program, int]] = {}  # the program is kept alive, and its steps
+        self._steps = _Steps(device)
         self._lanes = [_Lane(torch.cuda.Stream(device)) for _ in range(LANES)]
         self.captures = 0
 
@@ -92,7 +121,14 @@ class Captured(Vectorized):
             # A recording would hold on to examples that are made for this cohort alone.
             return _Begun(super().each(program, shared, clients), ())
         count = tree.leaves(clients)[0].shape[0]
-        program, clients = _rounded(program, clients, ceiling(count, digits=4))
+        wide, more = _rounded(program, clients, ceiling(count, digits=4))
+        alike = (wide.key, _signature((shared, tree.take(more, 0))))
+        steps = self._met[alike][1] if alike in self._met else LONG
+        if steps >= LONG:
+            answer, steps = self._stepwise(program, shared, clients)
+            self._met[alike] = (wide, steps)
+            return _Begun(answer, ())
+        program, clients = wide, more
         begun = self._replayed(program, shared, clients)
         # What a chunk is gathered to has no use for nobody's answers already.
         if program.together is not None:
@@ -104,10 +140,6 @@ class Captured(Vectorized):
         key = (program.key, _signature(given), torch.backends.cuda.matmul.allow_tf32)
         lane = self._lane(key)
         if key not in lane.recordings:
-            alike = (program.key, _signature((shared, tree.take(clients, 0))))
-            if alike not in self._met:
-                self._met[alike] = program
-                return _Begun(super().each(program, shared, clients), ())
             lane.recordings[key] = self._record(program, given, lane)
             if len(lane.recordings) > MOST_GRAPHS:
                 lane.recordings.popitem(last=False)
@@ -123,6 +155,12 @@ class Captured(Vectorized):
             done = lane.stream.record_event()
         lane.load += 1
         return _Begun(answer, given, lane, done)
+
+    def _stepwise(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> tuple[Tree, int]:
+        """The answer, and how many steps the outermost loops of a client had."""
+        stepwise = Stepwise(self._steps.record)
+        with looping(stepwise):
+            return super().each(program, shared, clients), stepwise.steps
 
     def _finished(self, begun: _Begun) -> Tree:
         if begun.lane is not None and begun.done is not None:

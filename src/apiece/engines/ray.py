@@ -139,20 +139,17 @@ def _knock(place: str) -> None:
         socket.create_connection((host, int(port)), timeout=KNOCKING).close()
 
 
-def measured_layers(task: Task, x: Tree, y: Tensor, clients: int) -> dict[str, str]:
-    """`lowering.fastest` on one of the cluster's GPUs."""
+def measured_layers(cluster: Cluster, task: Task, x: Tree, y: Tensor, clients: int) -> dict[str, str]:
+    """`lowering.fastest`, by an actor."""
     ray = _connected("", 0)
-    told = ray.remote(num_gpus=1)(_layers).remote(_surroundings(), ray.cloudpickle.dumps(task), x, y, clients)
-    found: dict[str, str] = ray.get(told)
+    actor = next(iter(_CREW.free(ray, cluster)), None) or _CREW.hire(ray, cluster)
+    there = ray.cloudpickle.dumps(replace(task, device=cluster.device))
+    try:
+        told = actor.handle.layers.remote(_surroundings(), there, x, y, clients)
+        found: dict[str, str] = ray.get(told, timeout=PATIENCE)
+    except ray.exceptions.RayError as error:
+        raise ApieceError(f"no actor could measure layers: {_first_line(error)} See `ray status`.") from error
     return found
-
-
-def _layers(surroundings: _Surroundings, task: bytes, x: Tree, y: Tensor, clients: int) -> dict[str, str]:
-    import ray
-
-    surroundings.take_over()
-    there = ray.cloudpickle.loads(task).on(torch.device("cuda"))
-    return fastest(there, tree.to(x, there.device), y.to(there.device), clients)
 
 
 def spread(work: Callable[..., object], orders: Sequence[tuple[Any, ...]], cluster: Cluster) -> Iterator[int]:
@@ -178,7 +175,6 @@ def spread(work: Callable[..., object], orders: Sequence[tuple[Any, ...]], clust
 
 def _work(surroundings: _Surroundings, work: Callable[..., object], order: tuple[Any, ...]) -> Failure | None:
     surroundings.take_over()
-    torch.set_grad_enabled(True)  # a process that serves tasks and actors in turn keeps its switches
     try:
         work(*order)
     except Exception as error:
@@ -288,8 +284,8 @@ class Ray(Pool["_Actor"], Engine):
         return posted
 
     def _hire(self) -> _Actor:
-        actor = _Actor(self._desk.ray, self._cluster, self._desk)
-        _CREW.actors.append(actor)
+        actor = _CREW.hire(self._desk.ray, self._cluster)
+        actor.desk = self._desk
         return actor
 
     def _answered(self, wait: bool) -> list[_Actor]:
@@ -405,15 +401,15 @@ class _Actor(Child):
     """An actor, as the process that asks sees it."""
 
     begun = False
+    desk: _Desk  # of the engine it serves
 
-    def __init__(self, ray: Any, cluster: Cluster, desk: _Desk) -> None:
+    def __init__(self, ray: Any, cluster: Cluster) -> None:
         super().__init__()
-        self.desk = desk
         self._ray, self._room, self._refs = ray, Room(), deque[Any]()
         needs = {"num_gpus": 1} if cluster.device.type == "cuda" else {"num_cpus": cluster.threads}
         actor = ray.remote(scheduling_strategy="SPREAD", **needs)(_Server)
-        self._handle = actor.remote(cluster.threads)
-        self.pid, self._machine, self._hello = 0, "", self._handle.hello.remote()
+        self.handle = actor.remote(cluster.threads)
+        self.pid, self._machine, self._hello = 0, "", self.handle.hello.remote()
 
     @property
     def due(self) -> Any:
@@ -444,7 +440,7 @@ class _Actor(Child):
         base, examples, board = self.desk.base, self.desk.examples, self.desk.board
         numbers = (base.number, examples.number, board.number)
         parts = (base.ref, examples.ref, board.ref, message, self._room.used.numpy())
-        self._refs.append(self._handle.answer.remote(numbers, *parts))
+        self._refs.append(self.handle.answer.remote(numbers, *parts))
 
     def answer(self) -> Tree:
         try:
@@ -460,7 +456,7 @@ class _Actor(Child):
 
     def end(self) -> str:
         _CREW.actors.remove(self)
-        self._ray.kill(self._handle)
+        self._ray.kill(self.handle)
         return f"process {self.pid} on {self._machine}"
 
 
@@ -482,6 +478,10 @@ class _Crew:
             actor.end()
         self.kind = kind
         return self.actors[: cluster.actors]
+
+    def hire(self, ray: Any, cluster: Cluster) -> _Actor:
+        self.actors.append(_Actor(ray, cluster))
+        return self.actors[-1]
 
 
 _CREW = _Crew()
@@ -517,6 +517,16 @@ class _Server:
 
     def hello(self) -> tuple[int, str]:
         return os.getpid(), platform.node()
+
+    def layers(
+        self, surroundings: _Surroundings, task: bytes, x: Tree, y: Tensor, clients: int
+    ) -> dict[str, str]:
+        import ray
+
+        surroundings.take_over()
+        there = ray.cloudpickle.loads(task)
+        there = there.on(there.device)
+        return fastest(there, tree.to(x, there.device), y.to(there.device), clients)
 
     def answer(
         self,

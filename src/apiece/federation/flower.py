@@ -1,19 +1,15 @@
-"""Flower: the network of a federation, what Flower runs on either side, and its command line. Knows flwr."""
+"""Flower: the network of a federation, and what Flower runs on either side. Knows flwr."""
 
 from __future__ import annotations
 
 import fcntl
-import io
 import logging
-import os
-import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MessageType, RecordDict
 from flwr.app import Message as Envelope
 from flwr.clientapp import ClientApp
@@ -22,10 +18,9 @@ from flwr.serverapp import Grid, ServerApp
 from apiece.choice import pick_device
 from apiece.errors import ApieceError
 from apiece.federation import client, keys, server
-from apiece.federation.launch import ERROR, HELD, HOME, LOG, Door, environment
+from apiece.federation.launch import ERROR, HELD, HOME, LOG, Door
 from apiece.federation.server import Plan
 from apiece.federation.wire import Message
-from apiece.settings import to_toml
 
 log = logging.getLogger("apiece")
 
@@ -145,57 +140,3 @@ class FlowerNetwork:
 
 def _text(key: Any) -> str:
     return key.decode() if isinstance(key, bytes) else str(key)
-
-
-class Steering:
-    """The SuperLink of this machine, steered by Flower's own command line."""
-
-    def __init__(self, home: Path, address: str, authority: Path | None) -> None:
-        self._home = home
-        os.environ.update(environment(home))
-        trust = {"insecure": True} if authority is None else {"root-certificates": str(authority)}
-        table = {"superlink": {"default": "here", "here": {"address": address, **trust}}}
-        (home / "config.toml").write_text(to_toml(table), encoding="utf-8")
-
-    def register(self, folder: Path, done: set[str]) -> set[str]:
-        """Let the clients in whose public keys are in the folder; the names of those let in."""
-        fresh = set(keys.names(folder).values()) - done
-        for name in sorted(fresh):
-            try:
-                self._flwr("supernode", "register", str(folder / f"{name}.pub"))
-            except ApieceError as error:
-                if "already" not in str(error).lower():  # by a server that was here before
-                    raise
-        return fresh
-
-    def start(self, folder: Path) -> None:
-        """Begin the rounds of the federation in `folder`."""
-        app = self._home / "app"
-        app.mkdir(exist_ok=True)
-        place = f"{__name__}:"
-        table = {
-            "project": {"name": "apiece-federation", "version": "0.1.0", "dependencies": []},
-            "tool": {
-                "flwr": {
-                    "app": {
-                        "publisher": "apiece",
-                        "components": {"serverapp": f"{place}server_app", "clientapp": f"{place}client_app"},
-                        "config": {"folder": str(folder.resolve())},
-                    }
-                }
-            },
-        }
-        (app / "pyproject.toml").write_text(to_toml(table), encoding="utf-8")
-        told = self._flwr("run", str(app))
-        if not re.search(r"started run \d+", told):
-            raise ApieceError(f"Flower does not start the run: {told.strip()}")
-
-    def _flwr(self, *arguments: str) -> str:
-        from flwr.cli.app import app
-
-        with redirect_stdout(io.StringIO()) as told:
-            try:
-                app(list(arguments), standalone_mode=False)
-            except click.ClickException as error:
-                raise ApieceError(f"Flower: {error.format_message()}") from error
-        return told.getvalue()

@@ -11,8 +11,8 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,11 @@ class Certificate(NamedTuple):
 def application(upstream: str, authority: Path | None) -> Starlette:
     """Hand clients' calls on to the SuperLink at `upstream`, whose certificate `authority` has signed."""
     verify = ssl.create_default_context(cafile=str(authority)) if authority is not None else False
-    link = httpx.AsyncClient(base_url=upstream, verify=verify, timeout=None, trust_env=False)
+
+    @asynccontextmanager
+    async def connected(app: Starlette) -> AsyncIterator[dict[str, httpx.AsyncClient]]:
+        async with httpx.AsyncClient(base_url=upstream, verify=verify, timeout=None, trust_env=False) as link:
+            yield {"link": link}
 
     async def forward(request: Request) -> Response:
         # The bytes of the path as they came: what is normalized later would be another path.
@@ -49,13 +53,14 @@ def application(upstream: str, authority: Path | None) -> Starlette:
             return Response(status_code=413)
         headers = [(name, value) for name, value in request.headers.items() if name not in DROPPED]
         try:
+            link: httpx.AsyncClient = request.state.link
             found = await link.post(request.url.path, content=await request.body(), headers=headers)
         except httpx.TransportError:
             return Response(status_code=503)  # it starts or restarts: clients try again
         kept = {name: value for name, value in found.headers.items() if name not in DROPPED}
         return Response(found.content, found.status_code, kept)
 
-    return Starlette(routes=[Route("/{path:path}", forward, methods=["POST"])])
+    return Starlette(routes=[Route("/{path:path}", forward, methods=["POST"])], lifespan=connected)
 
 
 @contextmanager
@@ -65,7 +70,10 @@ def opened(app: Starlette, host: str, port: int, certificate: Certificate | None
         app,
         host=host,
         port=port,
-        log_level="warning",
+        loop="asyncio",
+        ws="none",
+        timeout_graceful_shutdown=1,
+        log_config=None,
         access_log=False,
         ssl_certfile=certificate and str(certificate.file),
         ssl_keyfile=certificate and str(certificate.key),

@@ -29,13 +29,25 @@ DOOR, LOG, ERROR = "door.json", "federation.log", "error.txt"  # in the run's fo
 HOME = "flower"  # what Flower keeps, in the run's folder and in each client's
 HELD = "server.lock"  # in HOME: locked as long as the rounds are being run
 STARTS = 180.0  # seconds that Flower may take to begin
-PATIENCE = 10.0  # seconds that processes may take to end by themselves
+PATIENCE = 5.0  # seconds that processes may take to end by themselves
 
 # A fresh Python asks the kernel to end it when its parent ends, in whatever way; then it becomes the command.
 _BOUND = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(); os.execvp(sys.argv[2], sys.argv[2:])"
 )
+# Flower's own command line, several commands at once; an error is one line.
+_FLWR = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import click
+from flwr.cli.app import app
+for command in json.loads(sys.argv[1]):
+    try:
+        app(command, standalone_mode=False)
+    except click.ClickException as error:
+        print("error:", " ".join(error.format_message().split()))
+"""
 _SUBREAPER = 36  # of prctl: children of children that are left alone become ours
 
 
@@ -116,6 +128,7 @@ class Children:
             raise ApieceError(
                 "the server of a federation needs Linux, which ends processes with their parents"
             )
+        self._started: list[subprocess.Popen[bytes]] = []
         self._before = set(_children())
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         return self
@@ -123,9 +136,11 @@ class Children:
     def start(self, command: list[str], output: Path, home: Path) -> subprocess.Popen[bytes]:
         bound = [sys.executable, "-S", "-c", _BOUND, str(os.getpid()), *command]
         with output.open("ab") as out:
-            return subprocess.Popen(
+            child = subprocess.Popen(
                 bound, env=environment(home), stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
+        self._started.append(child)
+        return child
 
     def __exit__(self, *_: object) -> None:
         for wanted in (signal.SIGTERM, signal.SIGKILL):
@@ -134,6 +149,9 @@ class Children:
             end = time.monotonic() + PATIENCE
             while self._left() and time.monotonic() < end:
                 time.sleep(0.05)
+        for child in self._started:
+            child.poll()
+        ctypes.CDLL(None).prctl(_SUBREAPER, 0, 0, 0, 0)
 
     def _left(self) -> set[int]:
         """Those alive: what was started, and what that started and left behind; the ended ones are buried."""
@@ -147,19 +165,80 @@ def _children() -> list[int]:
     return [int(pid) for pid in text.split()]
 
 
+class _Steering:
+    """The SuperLink of this machine, steered by Flower's own command line."""
+
+    def __init__(self, home: Path, address: str, authority: Path | None) -> None:
+        self._home, self._registered = home, set[str]()
+        trust = {"insecure": True} if authority is None else {"root-certificates": str(authority)}
+        table = {"superlink": {"default": "here", "here": {"address": address, **trust}}}
+        (home / "config.toml").write_text(to_toml(table), encoding="utf-8")
+
+    def register(self, folder: Path) -> None:
+        """Let the clients in whose public keys are in the folder."""
+        from apiece.federation import keys
+
+        fresh = sorted(set(keys.names(folder).values()) - self._registered)
+        if not fresh:
+            return
+        told = self._flwr(*(["supernode", "register", str(folder / f"{name}.pub")] for name in fresh))
+        for line in told.splitlines():
+            if (
+                line.startswith("error:") and "already" not in line.lower()
+            ):  # by a server that was here before
+                raise ApieceError(f"Flower: {line}")
+        self._registered |= set(fresh)
+
+    def start(self, folder: Path) -> None:
+        """Begin the rounds of the federation that is planned in `folder`."""
+        app = self._home / "app"
+        app.mkdir(exist_ok=True)
+        place = "apiece.federation.flower"
+        table = {
+            "project": {"name": "apiece-federation", "version": "0.1.0", "dependencies": []},
+            "tool": {"flwr": {"app": {"publisher": "apiece"}}},
+        }
+        table["tool"]["flwr"]["app"] |= {
+            "components": {"serverapp": f"{place}:server_app", "clientapp": f"{place}:client_app"},
+            "config": {"folder": str(folder.resolve())},
+        }
+        (app / "pyproject.toml").write_text(to_toml(table), encoding="utf-8")
+        told = self._flwr(["run", str(app)])
+        if "started run" not in told:
+            raise ApieceError(f"Flower does not start the run: {told.strip()}")
+
+    def _flwr(self, *commands: list[str]) -> str:
+        program = [sys.executable, "-c", _FLWR, json.dumps(commands)]
+        ended = subprocess.run(
+            program, env=environment(self._home), capture_output=True, text=True, check=False
+        )
+        if ended.returncode:
+            raise ApieceError(f"Flower's command line fails: {ended.stderr.strip()}")
+        return ended.stdout
+
+
 class Site(NamedTuple):
     """A server that clients can connect to."""
 
     children: Children
-    start: Callable[[Path], None]  # begins the rounds of the federation that is planned in a folder
-    tend: Callable[[], None]  # lets in whose keys have come since
+    steering: _Steering
+    client_keys: str
     link: subprocess.Popen[bytes]
+
+    def start(self, folder: Path) -> None:
+        """Begin the rounds of the federation that is planned in `folder`."""
+        self.steering.start(folder)
+
+    def tend(self) -> None:
+        """Let in whose keys have come since."""
+        if self.client_keys:
+            self.steering.register(Path(self.client_keys))
 
 
 @contextmanager
 def serving(home: Path, door: Door) -> Iterator[Site]:
     """SuperLink and gateway, and the clients' keys; what Flower keeps is in `home`."""
-    from apiece.federation import flower, gateway
+    from apiece.federation import gateway
 
     home.mkdir(exist_ok=True)
     with Children() as children:
@@ -170,14 +249,10 @@ def serving(home: Path, door: Door) -> Iterator[Site]:
         host, _, port = door.address.rpartition(":")
         app = gateway.application(link.url, authority)
         with gateway.opened(app, host.strip("[]"), int(port), certificate):
-            steering, registered = flower.Steering(home, link.address, authority), set[str]()
-
-            def tend() -> None:
-                if door.client_keys:
-                    registered.update(steering.register(Path(door.client_keys), registered))
-
-            tend()
-            yield Site(children, steering.start, tend, link.process)
+            steering = _Steering(home, link.address, authority)
+            site = Site(children, steering, door.client_keys, link.process)
+            site.tend()
+            yield site
 
 
 def serve(

@@ -193,8 +193,8 @@ def paths(tracks: Sequence[Sequence[tuple[float, float]]], aria: str) -> str:
     """Points in a plane whose axes say nothing, a colour for each track, joined in their order."""
     side, found = 320, [point for track in tracks for point in track]
     across, up = ([point[axis] for point in found] for axis in (0, 1))
-    x = Scale(min(across), max(max(across), min(across) + 1e-9), 10, side - 10)
-    y = Scale(min(up), max(max(up), min(up) + 1e-9), side - 10, 10)
+    x = Scale(min(across), max(*across, min(across) + 1e-9), 10, side - 10)
+    y = Scale(min(up), max(*up, min(up) + 1e-9), side - 10, 10)
     parts = []
     for index, track in enumerate(tracks):
         places = [(x(a), y(b)) for a, b in track]

@@ -1,0 +1,90 @@
+"""Steps recorded and replayed give the numbers of plain ones; here a replay is the step run again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apiece import catalog, tree
+from apiece.engines.base import Program
+from apiece.engines.stepwise import PLAIN, Action, Stepwise
+from apiece.engines.vectorized import Vectorized
+from apiece.evaluate import models
+from apiece.local import looping
+from apiece.method import Method
+from apiece.tree import Tree
+from tests.worlds import CPU, federation, normalized_net
+
+SIZES = (0, 1, 4, 9, 17, 25, 12)
+# 5 examples a batch: the last one of a pass is shorter for most widths, and comes once in a pass.
+LOCAL = {"batch_size": 5, "epochs": 4}
+
+
+class Counting(Vectorized):
+    """Vectorized, its loops stepwise."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, 64)
+        self.steps = self.recorded = self.replayed = 0
+
+    def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        stepwise = Stepwise(self.record)
+        with looping(stepwise):
+            answer = super().each(program, shared, clients)
+        self.steps += stepwise.steps
+        return answer
+
+    def record(self, action: Action) -> Action:
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            action()
+
+        return replay
+
+
+def trained(method: Method, engine: Vectorized) -> Tree:
+    training, server = federation(method, engine, SIZES, 4, normalized_net)
+    with torch.no_grad():
+        servers = [closed.server for closed in training.rounds(server, 0, 2)]
+        broadcast = training.broadcast(servers[-1], 2)
+        return servers, models(engine, training.federation, broadcast, [2, 5], 2)
+
+
+def longer(method: Method) -> Method:
+    """With recipes of many steps, where the method lets its recipes be chosen."""
+    if method.local.batch_size == 0:
+        return method
+    return replace(method, local=method.local._replace(**LOCAL, steps=0))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in catalog.names() if not catalog.build(catalog.example(n), {}).needs_proxy]
+)
+def test_every_method_is_the_same_stepwise(name: str) -> None:
+    method = catalog.build(catalog.example(name), {})
+    if any(f == "local" for f in getattr(method, "__dataclass_fields__", {})):
+        method = longer(method)
+    plain, stepwise = trained(method, Vectorized(CPU, 64)), trained(method, Counting())
+    for a, b in zip(tree.tensors(plain), tree.tensors(stepwise), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_most_steps_are_replayed() -> None:
+    """One chunk of one width: 4 passes over 25 examples in batches of 5 are 20 steps, the first two plain."""
+    engine = Counting()
+    training, server = federation(catalog.build("fedavg", {"local": LOCAL}), engine, (25, 25), 2)
+    with torch.no_grad():
+        next(training.rounds(server, 0, 1))
+    assert (engine.steps, engine.recorded, engine.replayed) == (20, 1, 20 - PLAIN)
+
+
+def test_a_loop_that_is_differentiated_is_left_alone() -> None:
+    """MAML takes a gradient through its inner loop, which a recording would not have."""
+    engine = Counting()
+    trained(catalog.build("maml", {"local": {"steps": 6}}), engine)
+    plain = trained(catalog.build("maml", {"local": {"steps": 6}}), Vectorized(CPU, 64))
+    assert tree.tensors(plain)[0].isfinite().all()
