@@ -4,7 +4,7 @@
 search of the same number of trials (`apiece tune`: validation examples taken from the clients' training
 examples, partition classes:4, seed 0), whose settings serve all partitions; then each partition is run over
 the seeds. What is finished is not run again: stop it and go on whenever you like.
-`--page docs/results.md` fills the table into that page from the figures there are.
+`--page docs/digits.md` fills the table into that page from the figures there are.
 """
 
 from __future__ import annotations

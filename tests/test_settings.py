@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from apiece import ApieceError
+from apiece import ApieceError, Experiment
 from apiece.optim import Recipe
 from apiece.settings import convert, nested, parse_flag, replaced, to_toml
 
@@ -100,3 +100,7 @@ def test_toml_is_read_back_as_it_was() -> None:
     read = tomllib.loads(to_toml(value))
     value["settings"].pop("empty")  # type: ignore[attr-defined]
     assert read == value
+
+
+def test_a_run_has_one_id_however_its_numbers_are_written() -> None:
+    assert Experiment(unseen=5, test=0).id == Experiment(unseen=5.0, test=0.0).id

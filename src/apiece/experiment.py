@@ -65,6 +65,9 @@ class Experiment:
     on_nan: str = "stop"  # or skip: drop such an update and count it
 
     def __post_init__(self) -> None:
+        for name in ("test", "unseen", "proxy", "target"):
+            # A file gives 900 back as 900.0: the run's id must not hang on how a number was written.
+            object.__setattr__(self, name, float(getattr(self, name)))
         for name, least in (
             ("rounds", 1),
             ("cohort", 1),

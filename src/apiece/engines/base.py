@@ -276,7 +276,10 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
     chunks = []
     for chunk in cut(sizes, first.method.local, engine.limit, engine.overhead):
         chosen = [places[at] for at in chunk] if alone else sorted(places[at] for at in chunk)
-        chunks.append({m: [at for one, at in chosen if one == m] for m, _ in chosen})
+        mine: dict[int, list[int]] = {}
+        for m, at in chosen:
+            mine.setdefault(m, []).append(at)
+        chunks.append(mine)
 
     def call(mine: dict[int, list[int]]) -> Call:
         prepared = [_before(engine, members[m], positions) for m, positions in mine.items()]
