@@ -5,7 +5,8 @@ actors of a Ray cluster that is begun here; on a GPU, in this process and by the
 ratio is the median over the turns.
 
 Calls: seconds of calls that do nothing, by the bytes of the broadcast before them and of their answers. All
-is on one machine, so the network is not in it. docs/scale.md reasons from these figures to clusters.
+is on one machine, so the network is not in it. Host: seconds to prepare the calls of a phase, per client.
+docs/scale.md reasons from these figures to clusters.
 
     python -m benchmarks.scale --json results/scale-2cores.json
 """
@@ -17,7 +18,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -26,9 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apiece import tree
 from apiece.choice import pick_device
-from apiece.engines.base import Call, Federation, Program
+from apiece.engines.base import Call, Federation, Program, client_phase
 from apiece.engines.ray import Cluster, Ray
+from apiece.engines.vectorized import Vectorized
 from apiece.tree import Tree
 from benchmarks.peers import Work
 from benchmarks.rounds import MODELS, Plan, cores, measure, ours, prepared, surroundings
@@ -85,6 +89,31 @@ def calls(plan: Plan, numbers: tuple[int, ...], repeats: int) -> Iterator[dict[s
         }
 
 
+class _PreparedError(Exception):
+    pass
+
+
+class _Preparing(Vectorized):
+    """Computes nothing: how long does it take to have something to compute?"""
+
+    def answers(self, calls: Iterable[Call]) -> Iterator[Tree]:
+        self.bytes = sum(tree.nbytes(call.clients) for call in calls)
+        raise _PreparedError
+
+
+def preparing(plan: Plan, clients: int, repeats: int) -> dict[str, float]:
+    """Seconds of this process, for each client of a large cohort, before an engine computes."""
+    work = Work("logistic", (plan.examples,) * clients, clients, plan.batch)
+    session = prepared(work, replace(plan, device=CPU), "vectorized")
+    taken = []
+    for index in range(repeats + 1):
+        engine, begin = _Preparing(CPU, clients), time.perf_counter()
+        with suppress(_PreparedError):
+            client_phase(engine, session.training.open(session.server, index))
+        taken.append(time.perf_counter() - begin)
+    return {"clients": clients, "seconds": median(taken[1:]) / clients, "bytes": engine.bytes / clients}
+
+
 def told(facts: dict[str, Any]) -> str:
     lines = [f"| | parameters | {WITHOUT}, ms | {WITH}, ms | ratio |", "|---|---:|---:|---:|---:|"]
     for model, found in facts["rounds"].items():
@@ -94,6 +123,8 @@ def told(facts: dict[str, Any]) -> str:
     for found in facts["calls"]:
         taken = (found[name] * 1e3 for name in ("phase_seconds", "call_seconds"))
         lines.append("| {:.2f} | {:.2f} | {:.2f} |".format(found["bytes"] / 1e6, *taken))
+    host = facts["host"]
+    lines += ["", f"Host: {1e6 * host['seconds']:.1f} µs and {host['bytes']:.0f} bytes for each client."]
     return "\n".join(lines)
 
 
@@ -113,7 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     facts = surroundings(plan.device, given) | {"command": " ".join(["python -m benchmarks.scale", *given])}
     numbers, repeats = (NUMBERS[:1], 1) if options.small else (NUMBERS, 7)
-    facts |= {"rounds": {}, "calls": list(calls(plan, numbers, repeats))}
+    host = preparing(plan, 8 if options.small else 512, repeats)
+    facts |= {"rounds": {}, "host": host, "calls": list(calls(plan, numbers, repeats))}
     for model in options.models:
         facts["rounds"][model] = rounds(model, plan)
         facts["machine"]["load_after"] = os.getloadavg()

@@ -45,8 +45,18 @@ from tests.worlds import CPU, federation, linear_net, servers
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(apiece.__file__).parent
 PAGES = (
-    *(f"docs/{name}.md" for name in ("architecture", "add-a-method", "data", "reliability", "results")),
-    *("docs/measures.md", "docs/tune.md", "docs/performance.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *(
+        f"docs/{name}.md"
+        for name in ("architecture", "add-a-method", "data", "reliability", "results", "digits")
+    ),
+    *(
+        "docs/measures.md",
+        "docs/tune.md",
+        "docs/performance.md",
+        "docs/scale.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    ),
     *(f"docs/methods/{path.name}" for path in sorted((ROOT / "docs/methods").glob("*.md"))),
 )
 QUICK = {"--rounds": "2", "--evaluate-every": "2", "--engine": "vectorized", "--threads": "1"}

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from apiece.data.federated import Federated
 from apiece.engines.base import Engine, Federation, Member, client_phase
-from apiece.engines.capture import vectorized
+from apiece.engines.capture import LANES, vectorized
 from apiece.engines.processes import Processes
 from apiece.engines.ray import Cluster, Ray, inside
 from apiece.engines.sequential import Sequential
+from apiece.engines.vectorized import Vectorized
 from apiece.errors import ApieceError
 from apiece.evaluate import evaluate
 from apiece.method import Server
@@ -148,6 +152,47 @@ def choose(
         taken = probe.rounds(close, repeats, batches)
         figures.append(f"rounds of at most {batches} batches took: {_told(taken)}")
     return min(taken, key=lambda option: taken[option]), "; ".join([*barred, *figures])
+
+
+def fitting(
+    training: Training, server: Server, limit: int, engine: Callable[[int], Engine] | None = None
+) -> int:
+    """Clients that fit into a CUDA device's memory at once: `limit`, or half of it, or half of that, …
+
+    Tried on the clients with most examples, for two batches. Each lane of the engine needs as much again.
+    """
+    f, round = training.federation, training.round(0)
+    ids = f.data.seen_ids if isinstance(f.data, Federated) else f.data.seen_ids[:limit]
+    largest = ids[np.argsort(-f.data.sizes(ids)[0], kind="stable")[:limit]]
+    broadcast = f.method.broadcast(server, round)
+    made = engine or (lambda clients: Vectorized(f.task.device, clients))
+    while limit > 1:
+        some = tuple(sorted(int(i) for i in largest[:limit]))
+        cohort = Cohort(some, f.data.take(some))
+        sketch = _Sketch(**{**vars(f), "data": cohort.data}, batches=2)
+        try:
+            with _room(f.task.device):
+                client_phase(made(limit), Member(sketch, broadcast, cohort, round))
+            return limit
+        except torch.OutOfMemoryError:
+            limit //= 2
+        finally:
+            f.store.forget()
+    return limit
+
+
+@contextmanager
+def _room(device: torch.device) -> Iterator[None]:
+    """What is computed inside must leave room for the other lanes to do the same."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+    yield
+    if (torch.cuda.max_memory_allocated(device) - before) * LANES > free:
+        raise torch.OutOfMemoryError("the lanes together would not fit")
 
 
 def _close(taken: dict[Option, float], ratio: float) -> dict[Option, float]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from apiece import data as datasets
 from apiece import models, random, tree
-from apiece.choice import Choice, Option, build, choose, pick_device, rebuild
+from apiece.choice import Choice, Option, build, choose, fitting, pick_device, rebuild
 from apiece.data.federated import Clients, Examples, Federated, Ints, resident
 from apiece.engines.base import Engine, Federation
 from apiece.engines.lowering import fastest, lowered
@@ -278,7 +278,13 @@ def _chosen(
     if cluster is None:
         processes = e.processes or cpus()
         option, reason = choose(training, server, engines, e.chunk, e.threads, processes, e.rounds)
-        return option, e.chunk, reason
+        if option.engine != "vectorized" or training.federation.task.device.type != "cuda":
+            return option, e.chunk, reason
+        chunk = fitting(training, server, e.chunk)
+        told = (
+            f"; {e.chunk} clients at once do not fit into its memory, {chunk} do" if chunk < e.chunk else ""
+        )
+        return option, chunk, reason + told
     device, actors, threads = cluster
     option, reason = choose(training, server, engines, e.chunk, threads, 1, e.rounds, device)
     chunk = share(training.cohort_size, actors, option.engine, e.chunk)

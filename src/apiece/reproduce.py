@@ -209,7 +209,7 @@ class Reproduction:
                     paths=_plain(paths),
                     seconds=round(seconds, 1),
                     together=len(seeds),
-                    experiment=run.experiment,
+                    experiment=_portable(run.experiment),
                     **provenance(self.experiments, self.device),
                 )
             )
@@ -413,6 +413,12 @@ def _run_one(named: Any, place: Place, seeds: Sequence[int]) -> list[Entry]:
 
 def _search_one(named: Any, place: Place) -> Searched:
     return _here(named).search(place, lambda done: None)
+
+
+def _portable(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """Without this machine's paths: of the runs it started from, the folders' names."""
+    names = {key: Path(experiment[key]).name for key in ("start", "prior")}
+    return {**experiment, "data_dir": "", **names}
 
 
 def _depth(table: Table, place: Place) -> int:

@@ -142,14 +142,16 @@ def markdown(
     parts = [_ABOUT]
     for table in tables.values():
         entries = ledger[table.id]
-        names = list(table.figures)
-        head = " | ".join(f"{name}: ours | paper | difference" for name in names)
         parts.append(f"\n## {table.id}\n\n{table.title}. {table.source}.\n")
-        parts.append(f"| | | {head} | seeds |\n|---|---|{'---|' * (3 * len(names) + 1)}")
+        if not entries:
+            parts.append(_none(table))
+            continue
+        heads = [head for name in _shown(table, entries) for head in _heads(table, name)]
+        parts.append(f"| | | {' | '.join(heads)} | seeds |\n|---|---|{'---|' * (len(heads) + 1)}")
         for line in lines(table, entries):
             row, column = line.place
-            cells = " | ".join(f"{f.ours} | {f.paper} | {f.difference}" for f in line.figures)
-            parts.append(f"| {column} | {row} | {cells} | {line.seeds or ''} |")
+            cells = [text for f in line.figures for text in _texts(table, f, entries)]
+            parts.append(f"| {column} | {row} | {' | '.join(cells)} | {line.seeds or ''} |")
         if table.gains:
             parts.append("\n| gain | ours | paper | difference |\n|---|---|---|---|")
             parts += [f"| {n} | {f.ours} | {f.paper} | {f.difference} |" for n, f in gains(table, entries)]
@@ -176,22 +178,43 @@ def html(
     return page.document("The papers, reproduced", "".join(body))
 
 
+def _none(table: Table) -> str:
+    return f"None of its {len(table.cells)} cells has been run yet."
+
+
+def _shown(table: Table, entries: Sequence[Entry]) -> list[str]:
+    """The figures that some run has or the paper gives."""
+    known = {
+        name for numbers in (*table.published.values(), *(e.numbers for e in entries)) for name in numbers
+    }
+    return [name for name in table.figures if name in known]
+
+
+def _heads(table: Table, name: str) -> list[str]:
+    published = any(name in numbers for numbers in table.published.values())
+    return [name, *(("paper", "difference") if published else ())]
+
+
+def _texts(table: Table, figure: Figure, entries: Sequence[Entry]) -> list[str]:
+    """A figure's cells under its heads, none if it is not shown."""
+    if figure.name not in _shown(table, entries):
+        return []
+    return [figure.ours, figure.paper, figure.difference][: len(_heads(table, figure.name))]
+
+
 def _section(table: Table, entries: Sequence[Entry], searches: Sequence[Searched]) -> str:
-    beside = "".join(f'<th scope="col">{name}</th>' for name in ("paper", "difference"))
-    heads = "".join(f'<th scope="col" class="first">{escape(name)}</th>{beside}' for name in table.figures)
+    about = f'<p class="about">{escape(f"{table.title}. {table.source}.")}</p>'
+    if not entries:
+        return f"<section><h2>{escape(table.id)}</h2>{about}<p>{_none(table)}</p></section>\n"
+    named = [head for name in _shown(table, entries) for head in _heads(table, name)]
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in named)
     rows = []
     for column, group in groupby(lines(table, entries), key=lambda line: line.place[1]):
-        rows.append(
-            f'<tr><th scope="colgroup" colspan="{2 + 3 * len(table.figures)}">{escape(column)}</th></tr>'
-        )
+        rows.append(f'<tr><th scope="colgroup" colspan="{2 + len(named)}">{escape(column)}</th></tr>')
         for line in group:
-            cells = "".join(
-                f'<td class="first">{escape(f.ours)}</td><td>{f.paper}</td><td>{f.difference}</td>'
-                for f in line.figures
-            )
-            rows.append(
-                f'<tr><th scope="row">{escape(line.place[0])}</th>{cells}<td>{line.seeds or ""}</td></tr>'
-            )
+            texts = [text for f in line.figures for text in _texts(table, f, entries)]
+            cells = "".join(f"<td>{escape(text)}</td>" for text in (*texts, str(line.seeds or "")))
+            rows.append(f'<tr><th scope="row">{escape(line.place[0])}</th>{cells}</tr>')
     rows += [
         f'<tr><th scope="row">{escape(name)}</th><td class="first">{f.ours}</td><td>{f.paper}</td>'
         f"<td>{f.difference}</td></tr>"
@@ -200,8 +223,7 @@ def _section(table: Table, entries: Sequence[Entry], searches: Sequence[Searched
     notes = [*table.settings, *(f"Departure: {note}" for note in table.departures), *_made(entries)]
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return (
-        f"<section><h2>{escape(table.id)}</h2>"
-        f'<p class="about">{escape(f"{table.title}. {table.source}.")}</p>'
+        f"<section><h2>{escape(table.id)}</h2>{about}"
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>'
         f'<thead><tr><th scope="col"></th>{heads}<th scope="col">seeds</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"

@@ -6,12 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apiece import Recipe
-from apiece.engines.base import WASTE, Member, ceiling, client_phase, cut
+from apiece import Recipe, tree
+from apiece.choice import fitting
+from apiece.engines.base import WASTE, Member, Program, ceiling, client_phase, cut
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.method import STACK, Stacked
 from apiece.methods.fedavg import FedAvg
+from apiece.methods.scaffold import Scaffold
+from apiece.tree import Tree
 from tests.broken import UpdateOf
 from tests.worlds import CPU, federation, servers
 
@@ -114,3 +117,21 @@ def test_whole_shards_are_cut_by_their_examples() -> None:
     """One batch each, but of 100 examples and of 2."""
     recipe = RECIPE._replace(batch_size=0)
     assert cut([100, 2, 90, 2], recipe, 64, overhead=1.0) == [[0, 2], [1, 3]]
+
+
+class Small(Vectorized):
+    """A device that has room for three clients at once."""
+
+    def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        if tree.leaves(clients)[0].shape[0] > 3:
+            raise torch.OutOfMemoryError("no room")
+        return super().each(program, shared, clients)
+
+
+@pytest.mark.parametrize(("asked", "found"), [(2, 2), (3, 3), (4, 2), (6, 3), (64, 2)])
+def test_chunks_are_halved_until_they_fit(asked: int, found: int) -> None:
+    """64 → 32 → 16 → 8 → 4 → 2, as there are six clients; and nothing is left of the trial."""
+    training, server = federation(Scaffold(), Vectorized(CPU, 64), (5, 9, 9, 9, 9, 9), 2)
+    with torch.no_grad():
+        assert fitting(training, server, asked, lambda clients: Small(CPU, clients)) == found
+    assert not training.federation.store.known(range(6)).any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -202,9 +203,9 @@ def test_only_a_chunks_own_examples_go_with_it() -> None:
 
 
 def test_every_actor_has_a_part_of_a_cohort() -> None:
-    """64 clients for 2: 32 each under vmap, in four parts each one by one; never more than --chunk."""
+    """64 clients for 2: 32 each under vmap, in eight parts each one by one; never more than --chunk."""
     assert share(64, 2, "vectorized", 64) == 32
-    assert share(64, 2, "sequential", 64) == 8
+    assert share(64, 2, "sequential", 64) == 4
     assert share(64, 2, "vectorized", 16) == 16
     assert share(10, 4, "vectorized", 64) == 3
     assert share(1, 4, "sequential", 64) == 1
@@ -510,6 +511,20 @@ def test_a_spread_run_is_in_one_place(tmp_path: Path) -> None:
     found = command.apiece("compare", "--spread", "--engine", "ray", "--out", str(tmp_path / "runs"))
     assert found.code == 2
     assert "--spread computes each run in one place" in found.err.replace("\n", " ")
+
+
+def test_what_the_page_shows_runs(
+    free_machines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every `apiece` line of docs/scale.md, on small data. This process is connected already, whatever they say."""
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2].joinpath("docs/scale.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("apiece ")]
+    assert len(lines) == 4
+    for line in lines:
+        found = command.apiece(*shlex.split(line)[1:], *FLAGS, "--rounds", "2", "--json")
+        assert (found.code, found.err) == (0, ""), line
+        assert found.json
 
 
 def test_a_cluster_that_is_begun_here_ends_with_the_run(tmp_path: Path) -> None:

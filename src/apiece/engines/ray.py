@@ -50,7 +50,7 @@ Bytes = NDArray[np.uint8]
 
 CPU = torch.device("cpu")
 STORE = 512 << 20  # bytes of the object store that is begun here, besides room for the examples
-PIECES = 4  # chunks for each actor, where clients are computed one by one: who is done early takes another
+PIECES = 8  # chunks for each actor, where clients are computed one by one: who is done early takes another
 KNOCKING = 10.0  # seconds, for a cluster to answer
 PATIENCE = 120.0  # seconds, for the first actor to begin
 FAILURES = 3  # actors in a row that die before they have begun
