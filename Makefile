@@ -22,8 +22,8 @@ slow: .venv/.ready  ## claims about accuracy over seeds, long conformance
 	.venv/bin/python -m pytest -n auto -m slow
 
 lint: .venv/.ready
-	.venv/bin/ruff check src tests benchmarks
-	.venv/bin/ruff format --check src tests benchmarks
+	.venv/bin/ruff check src tests benchmarks experiments
+	.venv/bin/ruff format --check src tests benchmarks experiments
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 

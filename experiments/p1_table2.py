@@ -51,7 +51,7 @@ COLUMNS = {
 TAU = 5  # local epochs, the first to be tried
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.5, "batch_size": 10, "epochs": TAU}
 PLAIN: dict[str, Any] = {"lr": 0.02, "batch_size": 10, "epochs": TAU}  # without momentum, as far a step
-LR, PLAIN_LR = Span(0.005, 0.05), Span(0.01, 0.1)
+LR, PLAIN_LR = Span(0.005, 0.2), Span(0.01, 0.2)
 TAUS, OUTER = (2, 5, 10), (0.5, 1.0)  # τ, ε_out
 ALONE = (10, 25, 50)  # epochs of Local
 
@@ -82,7 +82,7 @@ def rows(body_epochs: int) -> dict[str, Row]:
                 "inner_steps": 5,
                 "local": {"lr": 0.02, "batch_size": 10, "epochs": 1},
             },
-            {"lr": Span(0.005, 0.05), "lam": Span(2.0, 20.0), "epochs": (1, 2)},
+            {"lr": LR, "lam": Span(2.0, 20.0), "epochs": (1, 2)},
         ),
         "LG-FedAvg": Row("lg_fedavg", sgd, epochs),
         "L2GD": Row("l2gd", {**sgd, "lam": 1.0, "p": 0.2}, {**epochs, "lam": Span(0.1, 4.0)}),

@@ -145,8 +145,8 @@ TABLE = Table(
     departures=(
         "Splits are drawn anew by FedProx's rules (the paper takes its files, or makes such): MNIST and "
         "FEMNIST with a tenth held out, CIFAR-10 of the training images with a fifth.",
-        "FedProx's FEMNIST script gives the same images to many clients, so that one client's test images are "
-        "others' training images; here no image is dealt twice.",
+        "FedProx's FEMNIST script gives the same images to many clients, so that one client's test images "
+        "are others' training images; here no image is dealt twice.",
         "Vehicle is a part of 1,860 examples, not the 43,695 of the paper.",
         "APFL-EWC, preserving: decomposition starts with the function unchanged; not in the paper.",
     ),

@@ -281,7 +281,7 @@ def _paths(table: Table, entries: Sequence[Entry]) -> str:
 
 def _figure(legend: str, panels: Sequence[tuple[str, str]]) -> str:
     drawn = "".join(f'<div class="panel"><h3>{caption}</h3>{svg}</div>' for caption, svg in panels)
-    return f'<figure>{legend}<div class="panels">{drawn}</div></figure>' if drawn else ""
+    return f'<figure>{legend}<div class="panels two">{drawn}</div></figure>' if drawn else ""
 
 
 def _mean_curve(name: str, entries: Sequence[Entry]) -> Curve:
