@@ -80,7 +80,7 @@ def models(
 
 
 def chosen(data: Clients, count: int, key: int, group: str = "all") -> Ints:
-    """The ids of `count` clients to score, 0 all; of all, seen and unseen ones in proportion, some of either."""
+    """The ids of `count` clients to score, 0 all: seen and unseen ones in proportion, or of one group."""
     seen, unseen = data.seen_ids, data.unseen_ids
     if group != "all":
         ids = seen if group == "seen" else unseen

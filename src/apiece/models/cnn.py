@@ -27,7 +27,7 @@ def cnn(
     """
     if any(size < 1 for size in channels) or dense < 0:
         raise ApieceError(
-            f"cnn needs channels of at least 1 and dense of at least 0, got channels={channels}, dense={dense}"
+            f"cnn needs channels of at least 1 and dense of at least 0, got {channels} and {dense}"
         )
     if activation not in _ACTIVATIONS:
         raise unknown("activation", activation, _ACTIVATIONS)

@@ -36,8 +36,8 @@ def lenet(
         incoming, padding = outgoing, 0
     if min(height, width) < 1:
         raise ApieceError(
-            f"lenet: {len(channels)} convolutions of {kernel}x{kernel} leave nothing of {image[1]}x{image[2]} "
-            f"pixels"
+            f"lenet: {len(channels)} convolutions of {kernel}x{kernel} leave nothing of "
+            f"{image[1]}x{image[2]} pixels"
         )
     layers["flatten"] = nn.Flatten()
     incoming *= height * width
