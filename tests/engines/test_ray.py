@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -12,16 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks import scale
 from torch import Tensor, nn
 
-from apiece import ApieceError, Experiment, Method, Recipe, Task, catalog, resume, run
+from apiece import ApieceError, Experiment, Method, Recipe, Task, catalog, resume, run, tree
 from apiece.check import SIZES as WORLD_SIZES
 from apiece.check import _bits_differ, _distance, _stressed, _World
 from apiece.data.lazy import lazily
@@ -46,6 +48,7 @@ from tests.worlds import CPU, ROOT, dropout_net, federation, servers
 
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 'apiece[ray]'")
 
+PROJECT = Path(__file__).parents[2]
 SIZES = (3, 17, 0, 40, 9, 5)
 METHOD = FedAvg(local=Recipe(lr=0.1, batch_size=4, epochs=2))
 METHODS = ("fedavg", "fedec", "apfl_ewc", "scaffold", "admm_fedmeta", "fedrep")
@@ -80,7 +83,7 @@ def _no_hanging() -> Iterator[None]:
     """A test that waits for an answer that never comes ends after two minutes."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError
+        raise AssertionError("two minutes")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(120)
@@ -178,6 +181,9 @@ def test_clients_made_when_asked_for(inner: str, machines: Any) -> None:
 
         training, server = assemble(one, method, task, task.init(1), data, 7, ROOT, uniform, store)
         closed = list(servers(training, server, 3))
+        whole = tree.nbytes(training.sampler(data, training.round(2)).data.x)
+        if isinstance(one, Ray):
+            assert 0 < max(child._room.end for child in one._children) < whole / 2
         with torch.no_grad():
             broadcast = training.broadcast(closed[-1], 3)
             pairs = evaluate(one, training.federation, broadcast, [50, 3, 17, 4, 9], 3)
@@ -357,7 +363,7 @@ SMALL = {
 
 
 def test_a_run_resumes_bit_for_bit_and_has_the_sequential_ones_figures(machines: Any, tmp_path: Path) -> None:
-    """A resumed run may have another number of actors: the recorded chunk decides."""
+    """What is recorded says the inner engine and the chunk; nothing is measured again."""
     experiment = Experiment(**SMALL, engine="ray", processes=2, address=machines.address)  # type: ignore[arg-type]
     run(experiment, tmp_path / "whole")
     chosen = json.loads((tmp_path / "whole" / "engine.json").read_text())
@@ -516,15 +522,38 @@ def test_a_spread_run_is_in_one_place(tmp_path: Path) -> None:
 def test_what_the_page_shows_runs(
     free_machines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every `apiece` line of docs/scale.md, on small data. This process is connected already, whatever they say."""
+    """Every `apiece` line of docs/scale.md, on small data; this process is connected, whatever they say."""
     monkeypatch.chdir(tmp_path)
-    page = Path(__file__).parents[2].joinpath("docs/scale.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs" / "scale.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if line.startswith("apiece ")]
     assert len(lines) == 4
     for line in lines:
         found = command.apiece(*shlex.split(line)[1:], *FLAGS, "--rounds", "2", "--json")
         assert (found.code, found.err) == (0, ""), line
         assert found.json
+
+
+def test_the_benchmark_still_works(free_machines: Any, tmp_path: Path) -> None:
+    """With Ray and without, a round does the same work. No time is asserted."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        scale.main(["--small", "--device", "cpu", "--json", str(tmp_path / "scale.json")])
+    facts = command.strict((tmp_path / "scale.json").read_text())
+    rows = facts["rounds"]["lenet"]["rows"]
+    assert [row["choice"]["engine"] for row in rows.values()] == ["processes", "ray(sequential)"]
+    one, other = (row["moved"] for row in rows.values())
+    assert other == pytest.approx(one, rel=TOLERANCE)
+    assert facts["calls"][0]["bytes"] == 40_000
+    assert facts["host"]["bytes"] == 8 * 8 + 3 * 8 + 1  # rows of 8 examples, size, two keys; that it is real
+
+
+def test_the_figures_on_the_page_are_those_of_the_files() -> None:
+    page = (PROJECT / "docs" / "scale.md").read_text(encoding="utf-8")
+    for name in ("scale-2cores", "scale-h200"):
+        facts = json.loads((PROJECT / "results" / f"{name}.json").read_text())
+        digits = 0 if name == "scale-2cores" else 1
+        for found in facts["rounds"].values():
+            one, many = (row["ms"] for row in found["rows"].values())
+            assert f"| {one:.{digits}f} | {many:.{digits}f} |" in page
 
 
 def test_a_cluster_that_is_begun_here_ends_with_the_run(tmp_path: Path) -> None:
@@ -581,6 +610,19 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
         assert "Traceback" not in errors
     with pytest.raises(ApieceError, match="--device cuda:1 is not for the ray engine"):
         run(Experiment(engine="ray", device="cuda:1"))
+
+
+def test_more_actors_than_there_is_room_for(machines: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Four CPUs: as many actors of one, two of two."""
+    assert engines.join(machines.address, "auto", 0, 0) == Cluster(CPU, 4, 1)
+    assert engines.join(machines.address, "cpu", 0, 2) == Cluster(CPU, 2, 2)
+    assert caplog.records == []
+    assert engines.join(machines.address, "cpu", 3, 2) == Cluster(CPU, 3, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the Ray cluster has room for 2 of 3 actors: the others wait for more"
+    ]
+    with pytest.raises(ApieceError, match="no room for an actor of 5 CPUs"):
+        engines.join(machines.address, "cpu", 0, 5)
 
 
 def test_a_gpu_that_no_machine_has(machines: Any) -> None:

@@ -78,7 +78,7 @@ class Loopback:
         }
         self.fate, self._keys = fate, keys
         self.requests: list[tuple[str, Message]] = []
-        self._arrived: list[tuple[str, Message | None]] = []
+        self._arrived: list[tuple[str, Message]] = []
 
     def present(self) -> dict[str, str]:
         return {address: place.name if self._keys else "" for address, place in self.places.items()}
@@ -91,7 +91,7 @@ class Loopback:
             self._arrived.append((ticket, reply))
         return ticket
 
-    def replies(self) -> list[tuple[str, Message | None]]:
+    def replies(self) -> list[tuple[str, Message]]:
         arrived, self._arrived = self._arrived, []
         return arrived
 

@@ -15,7 +15,9 @@ from tests.federation.loopback import SIZES
 
 # Put first on the path of a client's Python, it changes what the client answers: what a stranger might send.
 TAMPERING = """
-if sys.argv and sys.argv[0].endswith("flwr-clientapp"):
+import sys
+
+if any(word.endswith("flwr-clientapp") for word in sys.orig_argv):
     import numpy as np
     from apiece.federation import client
     from apiece.federation.wire import Message, Terms

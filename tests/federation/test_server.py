@@ -153,7 +153,7 @@ def test_a_late_reply_is_dropped(tmp_path: Path) -> None:
     late: list[Message] = []
 
     class Slow(Loopback):
-        def replies(self) -> list[tuple[str, Message | None]]:
+        def replies(self) -> list[tuple[str, Message]]:
             if late and self.requests[-1][1].scalars["round"] == 2:
                 self._arrived.append((self.slow, late.pop()))
             return super().replies()
@@ -177,6 +177,22 @@ def test_a_late_reply_is_dropped(tmp_path: Path) -> None:
     host(plan(other / "run", experiment("scaffold")), Loopback(other, fate=lost))
     one, two = server_state(tmp_path / "late"), server_state(other / "run")
     assert all(torch.equal(one[leaf], two[leaf]) for leaf in one)
+
+
+def test_the_order_in_which_replies_come_does_not_matter(tmp_path: Path) -> None:
+    """Not to a bit: they are summed in the order of the clients."""
+
+    class Backwards(Loopback):
+        def replies(self) -> list[tuple[str, Message]]:
+            return super().replies()[::-1]
+
+    states = []
+    for network in (Loopback, Backwards):
+        place = tmp_path / network.__name__
+        settle(place)
+        host(plan(place / "run", experiment("fedavg")), network(place))
+        states.append(server_state(place / "run"))
+    assert all(torch.equal(states[0][leaf], states[1][leaf]) for leaf in states[0])
 
 
 # What is refused
@@ -237,7 +253,7 @@ def put_weight(arrays: dict[str, Any]) -> None:
 def test_what_was_not_asked_for_is_refused_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[dict[str, Any]], None], why: str
 ) -> None:
-    """Of three rounds every reply of bert is refused; the two others' go on, as if bert had never replied."""
+    """Every reply of bert is refused; the rounds go on with the two others."""
     settle(tmp_path)
     with caplog.at_level(logging.WARNING, "apiece"):
         summary = host(
@@ -248,8 +264,13 @@ def test_what_was_not_asked_for_is_refused_and_named(
     assert len(lines) == 3
     assert all(why in line for line in lines)
     assert (summary["refused"], summary["skipped"]) == (3, 3)
+
+
+def test_who_is_refused_might_as_well_not_have_replied(tmp_path: Path) -> None:
+    settle(tmp_path)
+    host(plan(tmp_path / "run", experiment("scaffold")), Loopback(tmp_path, fate=tampered(put_nan)))
     lost = Loopback(tmp_path, fate=lambda name, request, reply: None if is_train(name, request) else reply)
-    host(plan(tmp_path / "lost", experiment("fedavg"), deadline=0.01), lost)
+    host(plan(tmp_path / "lost", experiment("scaffold"), deadline=0.01), lost)
     one, two = server_state(tmp_path / "run"), server_state(tmp_path / "lost")
     assert all(torch.equal(one[leaf], two[leaf]) for leaf in one if leaf.startswith("server"))
 
@@ -267,7 +288,7 @@ def test_a_reply_to_something_else_is_refused(tmp_path: Path, caplog: pytest.Log
 
     summary = host(plan(tmp_path / "run", experiment("fedavg", rounds=1)), Loopback(tmp_path, fate=fate))
     assert summary["refused"] == 1
-    assert "refused the reply of cora: it answers something else" in caplog.text
+    assert "refused the reply of cora: it cannot be read, or answers something else" in caplog.text
 
 
 def test_a_round_with_too_few_replies_is_void(tmp_path: Path) -> None:

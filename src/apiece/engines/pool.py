@@ -215,17 +215,18 @@ def sent(program: Program) -> tuple[Any, ...]:
     """What of a program goes with a call."""
     federation = program.federation
     more = {name: value for name, value in vars(federation).items() if name not in FIELDS}
-    examples = (federation.data.x, federation.data.y)
-    return type(federation), more, examples, program.fn, program.even, program.together
+    data = federation.data
+    assert isinstance(data, Federated)  # some clients' alone
+    return type(federation), more, (data.x, data.y, data.lasting), program.fn, program.even, program.together
 
 
 def received(base: Federation, sent: tuple[Any, ...]) -> Program:
     """The program, on the federation that is here."""
-    kind, more, (x, y), fn, even, together = sent
-    assert isinstance(base.data, Federated)  # some clients' alone
+    kind, more, (x, y, lasting), fn, even, together = sent
+    assert isinstance(base.data, Federated)
     same = {name: getattr(base, name) for name in FIELDS}
-    federation = kind(**{**same, **more, "data": replace(base.data, x=x, y=y)})
-    return Program(fn, federation, even, together)
+    data = replace(base.data, x=x, y=y, lasting=lasting)
+    return Program(fn, kind(**{**same, **more, "data": data}), even, together)
 
 
 def examples(federation: Federation) -> list[Tensor]:

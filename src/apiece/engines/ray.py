@@ -31,7 +31,7 @@ from torch import Tensor
 from apiece import importing, tree
 from apiece.data.federated import Clients, Federated, Ragged
 from apiece.engines.base import Call, Engine, Federation, Program
-from apiece.engines.capture import vectorized
+from apiece.engines.capture import Captured, vectorized
 from apiece.engines.lowering import fastest, lowered
 from apiece.engines.packing import BOARD, RESIDENT, SLOT, Posted, Room, packed, unpacked
 from apiece.engines.pool import Child, Failure, GoneError, Pool, examples, received, sent
@@ -44,6 +44,8 @@ from apiece.shard import Rows
 from apiece.store import Store
 from apiece.task import Task
 from apiece.tree import Tree
+
+log = logging.getLogger("apiece")
 
 Made = TypeVar("Made")
 Bytes = NDArray[np.uint8]
@@ -89,6 +91,8 @@ def join(address: str, device: str, actors: int, threads: int, data: Clients | N
     room = gpus if on.type == "cuda" else int(held.get("CPU", 0) // threads)
     if not room:
         raise ApieceError(f"the Ray cluster has no room for an actor of {threads} CPUs: see `ray status`")
+    if actors > room:
+        log.warning("the Ray cluster has room for %d of %d actors: the others wait for more", room, actors)
     return Cluster(on, actors or room, threads)
 
 
@@ -122,8 +126,9 @@ def _connected(address: str, cores: int, data: Clients | None = None) -> Any:
             ray.init(place, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
             raise ApieceError(
-                f"there is no Ray cluster to connect to at {place!r}: {_first_line(error)} "
-                f"Begin one with `ray start --head`, or leave --address out for one on this machine alone."
+                f"cannot connect to a Ray cluster at {place!r}: {_first_line(error)} Begin one with "
+                f"`ray start --head`, or leave --address out for one on this machine alone. If it is there: "
+                f"do both have the same token (RAY_AUTH_MODE=token, `ray get-auth-token`)?"
             ) from error
     else:
         room = STORE + (2 * tree.nbytes((data.x, data.y)) if data is not None else 0)
@@ -158,6 +163,8 @@ def spread(work: Callable[..., object], orders: Sequence[tuple[Any, ...]], clust
     The work must stand being begun again: it is, on another machine, when its own dies.
     """
     ray = _connected("", 0)
+    for actor in [*_CREW.actors]:  # it takes the room that they have
+        actor.end()
     needs = {"num_gpus": 1} if cluster.device.type == "cuda" else {"num_cpus": cluster.threads}
     task = ray.remote(max_retries=FAILURES, scheduling_strategy="SPREAD", **needs)(_work)
     surroundings = _surroundings()
@@ -197,15 +204,12 @@ def _first_line(error: Exception) -> str:
 class _Surroundings(NamedTuple):
     """What of this process another needs to compute the same."""
 
-    folder: str
     path: tuple[str, ...]
     files: tuple[Path, ...]  # of methods and models of one's own
     switches: tuple[bool, bool, bool]
 
     def take_over(self) -> None:
         sys.path += [place for place in self.path if place not in sys.path]
-        if os.path.isdir(self.folder):
-            os.chdir(self.folder)
         for file in self.files:
             importing.import_file(file)
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -215,7 +219,7 @@ class _Surroundings(NamedTuple):
 def _surroundings() -> _Surroundings:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     switches = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic)
-    return _Surroundings(os.getcwd(), tuple(sys.path), tuple(importing.FILES.values()), switches)
+    return _Surroundings(tuple(sys.path), tuple(importing.FILES.values()), switches)
 
 
 # The engine
@@ -233,7 +237,8 @@ class Ray(Pool["_Actor"], Engine):
         Pool.__init__(self, cluster.actors)
         self.name = f"ray({engine})"  # type: ignore[misc]
         self._here = Sequential(CPU, limit) if engine == Sequential.name else Vectorized(CPU, limit)
-        self.overhead = self._here.overhead  # type: ignore[misc]
+        there = Captured if cluster.device.type == "cuda" and engine != Sequential.name else self._here
+        self.overhead = there.overhead  # type: ignore[misc]
         self._address, self._cluster, self._layers = address, cluster, layers
         self._base: Federation | None = None
         self._desk = _Desk(engine)
@@ -322,19 +327,8 @@ def _bare(federation: Federation, device: torch.device) -> Federation:
     data = federation.data
     assert isinstance(data, Federated)
     none, nobody = np.zeros(0, dtype=np.int64), Ragged.of([])
-    stub = Federated(
-        None,
-        torch.empty(0),
-        data.classes,
-        data.label_names,
-        (),
-        nobody,
-        nobody,
-        none > 0,
-        none,
-        "",
-        data.lasting,
-    )
+    empty = replace(data, x=None, y=torch.empty(0), names=(), train=nobody, test=nobody, seen=none > 0)
+    stub = replace(empty, proxy=none)
     task, store = federation.task.for_clients(), Store((), 0, CPU, None, mapped=False)
     return Federation(federation.method, replace(task, device=device), Params({}), stub, store, 0)
 
@@ -455,7 +449,7 @@ class _Actor(Child):
         return unpacked(message, {SLOT: Room(_copied(slot, CPU))})
 
     def end(self) -> str:
-        _CREW.actors.remove(self)
+        _CREW.actors = [actor for actor in _CREW.actors if actor is not self]
         self._ray.kill(self.handle)
         return f"process {self.pid} on {self._machine}"
 

@@ -22,8 +22,8 @@ class Network(Protocol):
     def send(self, address: str, request: Message) -> str:
         """A ticket for the reply."""
 
-    def replies(self) -> Iterable[tuple[str, Message | None]]:
-        """(ticket, reply) of what has come since; None: there will be none. Waits a little if nothing has."""
+    def replies(self) -> Iterable[tuple[str, Message]]:
+        """(ticket, reply) of what has come since. Waits a little if nothing has."""
 
 
 class Calls:
@@ -52,9 +52,7 @@ class Calls:
         """A little; replies that come meanwhile are late ones."""
         list(self._network.replies())
 
-    def ask(
-        self, names: Collection[str], request: Callable[[str], Message]
-    ) -> Iterator[tuple[str, Message | None]]:
+    def ask(self, names: Collection[str], request: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
         """Ask each client as soon as it is connected; (name, reply) as they come, until it is too late."""
         return self._exchange(set(names), self.addresses, request)
 
@@ -92,7 +90,7 @@ class Calls:
 
     def _exchange(
         self, keys: set[str], find: Callable[[], Mapping[str, str]], request: Callable[[str], Message]
-    ) -> Iterator[tuple[str, Message | None]]:
+    ) -> Iterator[tuple[str, Message]]:
         """Ask each key once `find` has its address, and again if that changes: who restarts has forgotten."""
         end, left = time.monotonic() + self._deadline, set(keys)
         tickets: dict[str, str] = {}  # → key
@@ -107,15 +105,15 @@ class Calls:
             for ticket, reply in self._network.replies():
                 key = tickets.pop(ticket, "")
                 if key in left:  # the others answer what is over: they are dropped
-                    self._up += reply.nbytes if reply is not None else 0
+                    self._up += reply.nbytes
                     left.discard(key)
                     yield key, reply
 
 
-def _introduced(reply: Message | None, known_as: str) -> tuple[int, str]:
+def _introduced(reply: Message, known_as: str) -> tuple[int, str]:
     """(number of examples, name) of a client that joins."""
-    if reply is None or "error" in reply.scalars:
-        raise WireError("it does not answer" if reply is None else str(reply.scalars["error"])[:200])
+    if "error" in reply.scalars:
+        raise WireError(str(reply.scalars["error"])[:200])
     examples, name = reply.scalars.get("examples"), known_as or reply.scalars.get("name")
     if type(examples) is not int or not 0 <= examples < 2**40:
         raise WireError("it does not say how many examples it has")

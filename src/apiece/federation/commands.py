@@ -70,16 +70,19 @@ def demo(
 
     Example: `apiece federate demo --clients 3 --method fedec`
     """
-    from apiece.federation import demo as demos
+    from apiece.federation import launch
     from apiece.federation.server import new_run
 
+    launch.require_flower()
+    from apiece.federation import demo as demos
+
     given = {"data": data, "partition": partition, "method": method, "model": model, "seed": seed}
-    described = _experiment(experiment, {**given, "rounds": rounds or 5}, set)
+    described = _experiment(experiment, {**given, "rounds": rounds or (None if experiment else 5)}, set)
     described = replace(described, clients=clients, cohort=cohort or max(clients, described.cohort))
     folder = out or Path("runs") / f"federation-{new_run(described)}"
     if folder.exists():
         raise ApieceError(f"{folder} exists: choose another folder with --out")
-    with terminal.bar(described.method, described.rounds, json, folder, "the same command") as tick:
+    with terminal.bar(described.method, described.rounds, json, folder, "apiece federate demo") as tick:
         demos.demo(described, folder.resolve(), lambda done: tick(done, None), _tell(json))
     terminal.show_runs([folder], folder, json)
     if not json:
@@ -139,18 +142,22 @@ def server(
     from apiece.federation.server import Plan, Rules, federated, new_run
 
     launch.require_flower()
+    from apiece.federation import keys
+
     if resume is not None:
         _run(Plan.read(resume).experiment, resume, json)
         return
-    door = launch.Door(address, *map(_absolute, (certificate, private_key, client_keys)), insecure)
+    door = launch.Door(
+        address, _absolute(certificate), _absolute(private_key), _absolute(client_keys), insecure
+    )
     door.check()
-    count = clients or len(list(Path(client_keys).glob("*.pub")) if client_keys else [])
+    count = clients or (len(keys.names(Path(client_keys))) if client_keys else 0)
     if not count:
         raise ApieceError("say how many clients train: --clients 3, or a folder with their keys")
     given = {"method": method, "model": model, "rounds": rounds, "seed": seed, "start": start, "prior": prior}
     described = _experiment(experiment, {**given, "test": test, "evaluate_every": evaluate_every}, set)
-    paths = {"start": _absolute(described.start), "prior": _absolute(described.prior)}
-    described = federated(replace(described, **paths), count, cohort or count)
+    described = replace(described, start=_absolute(described.start), prior=_absolute(described.prior))
+    described = federated(described, count, cohort or count)
     rules = Rules(min_replies, deadline, max_norm)
     plan = Plan(described, rules, count, _shape(input_shape), _labels(labels), new_run(described))
     plan.check()
@@ -185,7 +192,8 @@ def client(
     device: Annotated[str, _option(WHO, "`cpu`, `cuda`, `cuda:N`, or `auto`.")] = "auto",
     key: Annotated[Path | None, _option(DOOR, "This client's private key.")] = None,
     root_certificate: Annotated[
-        Path | None, _option(DOOR, "The certificate that the server's is signed by.")
+        Path | None,
+        _option(DOOR, "The authority that signed the server's certificate, if it is your own."),
     ] = None,
     name: Annotated[str, _option(DOOR, "With --insecure: this client's name.")] = "",
     insecure: Annotated[bool, _option(DOOR, "Neither encrypt nor authenticate.", "--insecure")] = False,
@@ -210,7 +218,7 @@ def client(
     place = Place(data, state, name, label_column, pick_device(device))
     rows = len(place.examples().y)
     typer.echo(f"{rows} examples in {data}; connecting to {server}", err=True)
-    launch.become_client(launch.client_command(place, server, device, key, root_certificate, insecure), state)
+    launch.run_client(launch.client_command(place, server, device, key, root_certificate, insecure), state)
 
 
 def _experiment(path: Path | None, given: dict[str, Any], set: list[str] | None) -> Experiment:

@@ -23,7 +23,6 @@ def demo(
 
     The numbers are those of `apiece run` with all clients seen: the same ids, splits, keys and orders.
     """
-    launch.require_flower()
     key = random.fold(experiment.partition_seed, "partition")
     dealt = datasets.prepare(
         experiment.data,
@@ -45,7 +44,8 @@ def demo(
     keys.certify(folder / "keys")
     (folder / "keys" / "clients").mkdir()
     address = f"127.0.0.1:{launch.free_port()}"
-    door = launch.Door(address, *(str(folder / "keys" / n) for n in ("server.crt", "server.key", "clients")))
+    certificate, secret, known = (str(folder / "keys" / n) for n in ("server.crt", "server.key", "clients"))
+    door = launch.Door(address, certificate, secret, known)
     places = [_settled(data, client, folder) for client in range(count)]
     plan.write(folder)
     door.write(folder)

@@ -25,8 +25,8 @@ from apiece.federation.wire import Message
 log = logging.getLogger("apiece")
 
 ARRAYS, SCALARS = "arrays", "scalars"
-POLL = 0.3  # seconds between two looks for replies
-LOOK = 2.0  # seconds for which the list of connected clients is taken to hold
+POLL = 1.0  # seconds between two looks for replies: each costs a call for every client asked
+LOOK = 3.0  # seconds for which the list of connected clients is taken to hold
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -121,18 +121,18 @@ class FlowerNetwork:
         self._waiting.add(str(ticket))
         return str(ticket)
 
-    def replies(self) -> list[tuple[str, Message | None]]:
-        found: list[tuple[str, Message | None]] = []
+    def replies(self) -> list[tuple[str, Message]]:
+        found: list[tuple[str, Message]] = []
         for ticket in sorted(self._waiting):
             try:  # one by one: a reply that cannot be read costs no other
-                envelopes = list(self._grid.pull_messages([ticket]))
-                if envelopes:
-                    fine = envelopes[0].has_content()
-                    found.append((ticket, _message(envelopes[0].content) if fine else None))
+                for envelope in self._grid.pull_messages([ticket]):
+                    self._waiting.discard(ticket)
+                    if envelope.has_content():  # else the client is gone: if it comes back, it is asked again
+                        found.append((ticket, _message(envelope.content)))
             except Exception as error:
-                log.warning("a reply cannot be read: %s", type(error).__name__)
-                found.append((ticket, None))
-        self._waiting -= {ticket for ticket, _ in found}
+                log.warning("a reply cannot be read (%s)", type(error).__name__)
+                self._waiting.discard(ticket)
+                found.append((ticket, Message({}, {})))
         if not found:
             time.sleep(POLL)
         return found

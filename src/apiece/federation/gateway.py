@@ -7,7 +7,9 @@ that clients know, hands on the calls that Flower itself authenticates by the cl
 
 from __future__ import annotations
 
+import logging
 import re
+import socket
 import ssl
 import threading
 import time
@@ -66,10 +68,15 @@ def application(upstream: str, authority: Path | None) -> Starlette:
 @contextmanager
 def opened(app: Starlette, host: str, port: int, certificate: Certificate | None) -> Iterator[None]:
     """Serve it in a thread."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        door = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ApieceError(
+            f"cannot listen at {host}:{port}: {error.strerror}. Give another --address"
+        ) from error
     settings = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         loop="asyncio",
         ws="none",
         timeout_graceful_shutdown=1,
@@ -78,17 +85,17 @@ def opened(app: Starlette, host: str, port: int, certificate: Certificate | None
         ssl_certfile=certificate and str(certificate.file),
         ssl_keyfile=certificate and str(certificate.key),
     )
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # connections that are cut at the end are no news
     server = uvicorn.Server(settings)
-    thread = threading.Thread(target=server.run, name="gateway", daemon=True)
+    thread = threading.Thread(target=server.run, args=([door],), name="gateway", daemon=True)
     thread.start()
     try:
         while not server.started:
-            if not thread.is_alive():
-                raise ApieceError(
-                    f"cannot listen at {host}:{port}: is the port taken? Give another --address"
-                )
             time.sleep(0.05)
+            if not thread.is_alive():
+                raise ApieceError("the gateway does not start: are the certificate and its key a pair?")
         yield
     finally:
         server.should_exit = True
         thread.join(5)
+        door.close()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import logging
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from apiece.errors import ApieceError
+log = logging.getLogger("apiece")
 
 _DAYS = 30
+_told: set[Path] = set()
 
 
 def certify(folder: Path, host: str = "127.0.0.1") -> None:
@@ -78,18 +81,23 @@ def _private(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.Pr
 
 
 def names(folder: Path) -> dict[str, str]:
-    """Public keys, in the form that Flower shows them in → names, of the files NAME.pub in a folder."""
+    """Public keys, in the form that Flower shows them in → names, of the files NAME.pub in a folder.
+
+    A file that is no such key is left out, and told once: a running federation goes on.
+    """
     found: dict[str, str] = {}
     for path in sorted(folder.glob("*.pub")):
         try:
             key = serialization.load_ssh_public_key(path.read_bytes())
-        except ValueError as error:
-            raise ApieceError(f"{path} is no public key: make it with ssh-keygen -t ecdsa -b 384") from error
-        if not isinstance(key, ec.EllipticCurvePublicKey):
-            raise ApieceError(f"{path} is of another kind: make it with ssh-keygen -t ecdsa -b 384")
-        form = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-        text = key.public_bytes(*form).decode()
-        if text in found:
-            raise ApieceError(f"{path} and {found[text]}.pub are the same key")
-        found[text] = path.stem
+            if not isinstance(key, ec.EllipticCurvePublicKey):
+                raise ValueError("it is of another kind")
+            form = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+            text = key.public_bytes(*form).decode()
+            if text in found:
+                raise ValueError(f"{found[text]}.pub is the same key")
+            found[text] = path.stem
+        except (OSError, ValueError, UnsupportedAlgorithm) as error:
+            if path not in _told:
+                log.warning("%s is left out: %s. Make it with ssh-keygen -t ecdsa -b 384", path, error)
+            _told.add(path)
     return found

@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -14,9 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from apiece import folder as files
 from apiece.errors import ApieceError
@@ -29,13 +30,15 @@ DOOR, LOG, ERROR = "door.json", "federation.log", "error.txt"  # in the run's fo
 HOME = "flower"  # what Flower keeps, in the run's folder and in each client's
 HELD = "server.lock"  # in HOME: locked as long as the rounds are being run
 STARTS = 180.0  # seconds that Flower may take to begin
+AGAIN = 10.0  # seconds between two tries of a client to connect
 PATIENCE = 5.0  # seconds that processes may take to end by themselves
 
 # A fresh Python asks the kernel to end it when its parent ends, in whatever way; then it becomes the command.
 _BOUND = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(); os.execvp(sys.argv[2], sys.argv[2:])"
+    "os.getppid() == int(sys.argv[1]) or sys.exit(); os.execv(sys.argv[2], sys.argv[2:])"
 )
+_COMMANDS = ("flower-superexec", "flwr-serverapp", "flwr-clientapp")  # what Flower's processes start by name
 # Flower's own command line, several commands at once; an error is one line.
 _FLWR = """
 import json, sys, warnings
@@ -92,25 +95,49 @@ class Door(NamedTuple):
 
 
 def require_flower() -> None:
-    if shutil.which("flower-superlink", path=_path()) is None:
-        raise ApieceError("a federation needs Flower: pip install 'apiece[flower]'")
+    _found("flower-superlink")
 
 
 def _path() -> str:
-    """Flower starts its own commands by name: those beside this Python come first."""
+    """Commands beside this Python come first."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+def _found(command: str) -> str:
+    path = shutil.which(command, path=_path())
+    if path is None:
+        raise ApieceError("a federation needs Flower: pip install 'apiece[flower]'")
+    return path
+
+
+def _bound(command: list[str], parent: str) -> list[str]:
+    """The command, as a process that ends when its parent does."""
+    if sys.platform != "linux":
+        return [_found(command[0]), *command[1:]]
+    return [sys.executable, "-S", "-c", _BOUND, parent, _found(command[0]), *command[1:]]
+
+
+def _bind(folder: Path) -> Path:
+    """Flower's commands under their names, each bound to whoever starts it: none outlives the others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _COMMANDS if sys.platform == "linux" else ():
+        words = " ".join(shlex.quote(word) for word in _bound([name], "PARENT"))
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec {words.replace("PARENT", "$PPID")} "$@"\n', encoding="utf-8")
+        script.chmod(0o755)
+    return folder
 
 
 def environment(home: Path) -> dict[str, str]:
     """Flower offline: nothing is reported, looked up or installed."""
     return {
         **os.environ,
-        "PATH": _path(),
+        "PATH": f"{_bind(home / 'bin')}{os.pathsep}{_path()}",
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
     }
 
 
@@ -129,40 +156,39 @@ class Children:
                 "the server of a federation needs Linux, which ends processes with their parents"
             )
         self._started: list[subprocess.Popen[bytes]] = []
-        self._before = set(_children())
+        self._before = _children()
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         return self
 
     def start(self, command: list[str], output: Path, home: Path) -> subprocess.Popen[bytes]:
-        bound = [sys.executable, "-S", "-c", _BOUND, str(os.getpid()), *command]
+        bound, env = _bound(command, str(os.getpid())), environment(home)
         with output.open("ab") as out:
-            child = subprocess.Popen(
-                bound, env=environment(home), stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
+            child = subprocess.Popen(bound, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self._started.append(child)
         return child
 
     def __exit__(self, *_: object) -> None:
         for wanted in (signal.SIGTERM, signal.SIGKILL):
-            for pid in self._left():
-                os.kill(pid, wanted)
-            end = time.monotonic() + PATIENCE
-            while self._left() and time.monotonic() < end:
+            end, told = time.monotonic() + PATIENCE, set[int]()
+            while (left := self._left()) and time.monotonic() < end:
+                for pid in left - told:  # some become ours only when their parents are gone
+                    os.kill(pid, wanted)
+                told |= left
                 time.sleep(0.05)
-        for child in self._started:
-            child.poll()
         ctypes.CDLL(None).prctl(_SUBREAPER, 0, 0, 0, 0)
 
     def _left(self) -> set[int]:
         """Those alive: what was started, and what that started and left behind; the ended ones are buried."""
-        for pid in set(_children()) - self._before:
-            os.waitpid(pid, os.WNOHANG)
-        return set(_children()) - self._before
+        alive = {child.pid for child in self._started if child.poll() is None}
+        for pid in _children() - self._before - alive:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return alive | (_children() - self._before)
 
 
-def _children() -> list[int]:
+def _children() -> set[int]:
     text = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-    return [int(pid) for pid in text.split()]
+    return {int(pid) for pid in text.split()}
 
 
 class _Steering:
@@ -182,11 +208,10 @@ class _Steering:
         if not fresh:
             return
         told = self._flwr(*(["supernode", "register", str(folder / f"{name}.pub")] for name in fresh))
-        for line in told.splitlines():
-            if (
-                line.startswith("error:") and "already" not in line.lower()
-            ):  # by a server that was here before
-                raise ApieceError(f"Flower: {line}")
+        errors = [line for line in told.splitlines() if line.startswith("error:")]
+        strange = [line for line in errors if "already" not in line.lower()]  # a server was here before
+        if strange:
+            raise ApieceError(f"Flower: {strange[0]}")
         self._registered |= set(fresh)
 
     def start(self, folder: Path) -> None:
@@ -194,13 +219,15 @@ class _Steering:
         app = self._home / "app"
         app.mkdir(exist_ok=True)
         place = "apiece.federation.flower"
+        components = {"serverapp": f"{place}:server_app", "clientapp": f"{place}:client_app"}
+        described = {
+            "publisher": "apiece",
+            "components": components,
+            "config": {"folder": str(folder.resolve())},
+        }
         table = {
             "project": {"name": "apiece-federation", "version": "0.1.0", "dependencies": []},
-            "tool": {"flwr": {"app": {"publisher": "apiece"}}},
-        }
-        table["tool"]["flwr"]["app"] |= {
-            "components": {"serverapp": f"{place}:server_app", "clientapp": f"{place}:client_app"},
-            "config": {"folder": str(folder.resolve())},
+            "tool": {"flwr": {"app": described}},
         }
         (app / "pyproject.toml").write_text(to_toml(table), encoding="utf-8")
         told = self._flwr(["run", str(app)])
@@ -247,11 +274,10 @@ def serving(home: Path, door: Door) -> Iterator[Site]:
         if not door.insecure:
             certificate = gateway.Certificate(Path(door.certificate), Path(door.private_key))
         host, _, port = door.address.rpartition(":")
+        site = Site(children, _Steering(home, link.address, authority), door.client_keys, link.process)
+        site.tend()  # before the first client comes: who is not known is sent away
         app = gateway.application(link.url, authority)
         with gateway.opened(app, host.strip("[]"), int(port), certificate):
-            steering = _Steering(home, link.address, authority)
-            site = Site(children, steering, door.client_keys, link.process)
-            site.tend()
             yield site
 
 
@@ -266,11 +292,11 @@ def serve(
     `tell` gets every line of the log; `beside` may start more processes, once clients can connect.
     """
     (folder / ERROR).unlink(missing_ok=True)
+    told = len(_lines(folder / LOG))
     with files.locked(folder), serving(folder / HOME, Door.read(folder)) as site:
-        (folder / HOME / HELD).unlink(missing_ok=True)
         site.start(folder)
         beside(site.children)
-        watch(folder, site, progress, tell)
+        _watch(folder, site, progress, tell, told)
 
 
 class _Link(NamedTuple):
@@ -311,9 +337,11 @@ def _listening(address: str) -> bool:
         return probe.connect_ex((host, int(port))) == 0
 
 
-def watch(folder: Path, site: Site, progress: Callable[[int], None], tell: Callable[[str], None]) -> None:
-    """Until the run in `folder` is over."""
-    told, begun, end = 0, False, time.monotonic() + STARTS
+def _watch(
+    folder: Path, site: Site, progress: Callable[[int], None], tell: Callable[[str], None], told: int
+) -> None:
+    """Until the run in `folder` is over; so many lines of its log have been told."""
+    begun, end = False, time.monotonic() + STARTS
     while True:
         held = _held(folder / HOME / HELD)
         begun = begun or held
@@ -351,7 +379,15 @@ def _lines(path: Path) -> list[str]:
 def client_command(
     place: Place, server: str, device: str, key: Path | None, authority: Path | None, insecure: bool
 ) -> list[str]:
-    """Flower's SuperNode for a client; what is the client's own goes through a file in its folder."""
+    """Flower's SuperNode for a client; what is the client's own goes through a file in its folder.
+
+    `authority` None: the server's certificate is signed by one that everybody knows.
+    """
+    if not insecure and key is None:
+        raise ApieceError(
+            "give --key and --root-certificate (docs/federation.md says how to make them), or, where "
+            "everybody on the network is trusted, --insecure"
+        )
     place.state.mkdir(parents=True, exist_ok=True)
     own = {
         "data": str(place.data.resolve()),
@@ -366,16 +402,26 @@ def client_command(
     command += ["--host", "127.0.0.1", "--port", str(free_port())]
     if insecure:
         return [*command, "--insecure"]
-    if key is None or authority is None:
-        raise ApieceError(
-            "give --key and --root-certificate (docs/federation.md says how to make them), or, where "
-            "everybody on the network is trusted, --insecure"
-        )
-    return [*command, "--auth-supernode-private-key", str(key), "--root-certificates", str(authority)]
+    command += ["--auth-supernode-private-key", str(key)]
+    return command if authority is None else [*command, "--root-certificates", str(authority)]
 
 
-def become_client(command: list[str], state: Path) -> NoReturn:
-    """This process turns into the SuperNode: whoever started it can watch it and stop it."""
-    require_flower()
-    sys.stdout.flush()
-    os.execvpe(command[0], command, environment(state / HOME))
+def run_client(command: list[str], state: Path) -> None:
+    """Until stopped. A SuperNode that ends is started again: Flower sends a client that was killed away until
+    it has noticed, after a minute, and one whose key it does not know yet, until it does."""
+    signal.signal(signal.SIGTERM, _interrupted)
+    home = environment((state / HOME).resolve())
+    while True:
+        process = subprocess.Popen(_bound(command, str(os.getpid())), env=home, stdin=subprocess.DEVNULL)
+        try:
+            process.wait()
+            log.warning("the connection ended, or the server refused it; trying again in %g s", AGAIN)
+            time.sleep(AGAIN)
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            return
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -36,7 +36,7 @@ class Population(Clients):
         return len(self.label_names)
 
     @cached_property
-    def x(self) -> Tensor:  # type: ignore[override]
+    def x(self) -> Tensor:
         return torch.zeros((1, *self.shape), device=self.device)
 
     @cached_property

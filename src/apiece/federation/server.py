@@ -49,6 +49,7 @@ from apiece.federation.wire import (
     unpack,
 )
 from apiece.method import MEAN, Broadcast, Reduce, Server, Stacked, newcomer
+from apiece.models.validate import validate
 from apiece.prepare import load_params
 from apiece.record import Record, Scored, summaries
 from apiece.sample import uniform
@@ -102,6 +103,8 @@ class Plan(NamedTuple):
             raise ApieceError(f"--method {e.method} trains on data of the server's own, which has none here")
         if e.sampler != "uniform" or e.also or e.proxy:
             raise ApieceError("in a real federation there is no --sampler, --also or --proxy: leave them out")
+        _, task = _terms(self).build(torch.device("cpu"))
+        validate(task, "sequential", self.input_shape, len(self.label_names))
 
     def write(self, folder: Path) -> None:
         parts = {"experiment": asdict(self.experiment), "rules": self.rules._asdict()}
@@ -172,9 +175,6 @@ def host(folder: Path, network: Network) -> dict[str, Any]:
     else:
         population = _gathered(plan, calls, empty)
         population.write(folder / POPULATION)
-        device = str(pick_device(plan.experiment.device))
-        about = {"engine": "flower", "device": device, "torch": torch.__version__}
-        files.write_json(folder / "engine.json", about)
         resolved = plan.experiment.resolved(population.trained, population.partition)
         files.write_text(folder / "experiment.toml", resolved.to_toml())
     with torch.no_grad():
@@ -409,13 +409,11 @@ class Host:
         for name in sorted(silent):
             log.warning("%s %d: no reply from %s in time", what, round, name)
 
-    def _opened(self, reply: Message | None, what: str, round: int, client: int) -> Message:
+    def _opened(self, reply: Message, what: str, round: int, client: int) -> Message:
         """A reply that says it is the one that was asked for."""
-        if reply is None:
-            raise WireError("it cannot be read, or the client is gone")
         asked = {"run": self.terms.run, "what": what, "round": round, "client": client}
         if any(reply.scalars.get(key) != value for key, value in asked.items()):
-            raise WireError("it answers something else")
+            raise WireError("it cannot be read, or answers something else")
         error = reply.scalars.get("error")
         if error != NO_START:
             self._started.add(client)
