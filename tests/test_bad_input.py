@@ -338,7 +338,7 @@ def late(here: Path) -> tuple[str, ...]:
     (here / "late.py").write_text(LATE)
     x = np.repeat([1.0, -1.0, 1.0, -1.0], 4)[:, None] * np.ones((16, 3))
     np.savez(here / "own.npz", x=x, y=np.arange(16) % 10, client=np.repeat(list("abcd"), 4))
-    data = ("--data", "own.npz", "--model", "mlp(hidden=())", "--unseen", "0", "--test", "0")
+    data = ("--data", "own.npz", "--model", "mlp(hidden=())", "--unseen", "0", "--test", "0.01")
     sizes = ("--rounds", "4", "--cohort", "4", "--checkpoint-every", "1", "--engine", "vectorized")
     return ("run", "--method", "late.py:Late", *data, *sizes, "--threads", "1", "--out", "run")
 

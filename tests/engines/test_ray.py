@@ -48,6 +48,8 @@ from tests.worlds import CPU, ROOT, dropout_net, federation, servers
 
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 'apiece[ray]'")
 
+pytestmark = pytest.mark.slow
+
 PROJECT = Path(__file__).parents[2]
 SIZES = (3, 17, 0, 40, 9, 5)
 METHOD = FedAvg(local=Recipe(lr=0.1, batch_size=4, epochs=2))
