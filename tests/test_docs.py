@@ -54,6 +54,7 @@ PAGES = (
         "docs/tune.md",
         "docs/performance.md",
         "docs/scale.md",
+        "docs/federation.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
     ),

@@ -119,6 +119,8 @@ def resume(out: str | Path, progress: Progress = lambda done, scores: None) -> R
         raise ApieceError(f"there is no folder {folder}")
     if not (folder / "experiment.toml").exists():
         raise ApieceError(f"{folder} holds no run: there is no experiment.toml in it")
+    if (folder / "federation.json").exists():
+        raise ApieceError(f"{folder} is a federation: go on with: apiece federate server --resume {folder}")
     with files.locked(folder):
         if (folder / "summary.json").exists():
             raise ApieceError(f"{folder} is finished: see it with: apiece report {folder} -o report.html")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from apiece import random
+from apiece import random, resume
 from apiece.data.federated import hold_out
 from apiece.errors import ApieceError
 from apiece.federation.server import Plan, Rules, federated
@@ -491,3 +491,10 @@ def test_a_plan_reads_as_it_was_written(tmp_path: Path) -> None:
         asked = Plan(federated(experiment("fedec"), 3, 2), rules, 3, (1, 28, 28), ("a", "b"), "run-1")
         asked.write(tmp_path)
         assert Plan.read(tmp_path) == asked
+
+
+def test_resume_of_a_federations_folder_says_what_to_type(tmp_path: Path) -> None:
+    for name in ("experiment.toml", "federation.json"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ApieceError, match="apiece federate server --resume"):
+        resume(tmp_path)

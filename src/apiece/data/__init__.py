@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -140,14 +140,21 @@ def load(
     if options:
         raise ApieceError(f"{name} takes no options, got {', '.join(sorted(options))}")
     if called is not None and known:
-        return _read(called[0], data_folder(data_dir), tuple(_words(*called)), key)
+        folder = data_folder(data_dir)
+        return _read(called[0], folder, tuple(_words(*called)), key, _stamp(folder))
     return own.from_path(name, client_column, label_column)
 
 
 @lru_cache(maxsize=1)
-def _read(name: str, folder: Path, words: tuple[str, ...], key: int) -> Examples:
-    """The runs of one table read the same files one after another: once is enough."""
+def _read(name: str, folder: Path, words: tuple[str, ...], key: int, stamp: Hashable) -> Examples:
+    """The runs of one table read the same files one after another: while nothing changes, once is enough."""
     return _STORED[name].load(folder, words, key)
+
+
+def _stamp(folder: Path) -> Hashable:
+    """What changes when a file in the data folder does."""
+    files = [path for depth in ("[!.]*/*", "[!.]*/*/*") for path in folder.glob(depth) if path.is_file()]
+    return tuple(sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files))
 
 
 def anchored(name: str) -> str:
