@@ -397,6 +397,10 @@ def reproduce(
         typer.Option("--search", help="Search for the settings that the paper leaves open, and stop."),
     ] = False,
     jobs: Annotated[int, typer.Option(help="Cells trained, or searched, at once, each by a process.")] = 1,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Train the runs on a Ray cluster, one each in one place.")
+    ] = False,
+    address: Annotated[str, typer.Option(help="The cluster's address, with --spread.")] = "",
     device: Annotated[str, typer.Option(help="`cpu`, `cuda`, or `auto`.")] = "auto",
     experiments: Annotated[Path, typer.Option(help="Folder of the tables' files.")] = Path("experiments"),
     results: Annotated[Path, typer.Option(help="Folder of the ledgers.")] = Path("results"),
@@ -439,21 +443,33 @@ def reproduce(
         _refuse(failed)
         return
     missing = work.missing(only or [], [] if seeds is None else _seeds(seeds, Experiment()))
-    again = "the same command"
-    failed = {}
+    if spread:
+        runs = sum(map(len, missing.values()))
+        with terminal.bar(table, runs, json, place.parent, "the same command", place.name) as tick:
+            for done in papers.train_spread(work, missing, address):
+                tick(done, None)
+    failed = _reproduced(work, missing, jobs, json)
+    terminal.show_reproduced(known[table], scale, place, json)
+    _refuse(failed)
+
+
+def _reproduced(
+    work: papers.Reproduction, missing: dict[papers.Place, list[int]], jobs: int, quiet: bool
+) -> dict[papers.Place, BaseException]:
+    """Train and measure cells; those that failed."""
+    failed, place, again = {}, work.ledger, "the same command"
     if jobs > 1:
-        with terminal.bar(table, len(missing), json, place.parent, again, place.name) as tick:
+        with terminal.bar(work.table.id, len(missing), quiet, place.parent, again, place.name) as tick:
             for done, (cell, found) in enumerate(papers.run_all(work, missing, jobs), 1):
                 if isinstance(found, BaseException):
                     failed[cell] = found
                 tick(done, None)
-    else:
-        for cell, left in missing.items():
-            rounds = known[table].at(cell, scale).rounds
-            with terminal.bar("/".join(cell), rounds, json, place.parent, again, place.name) as tick:
-                work.run(cell, left, tick)
-    terminal.show_reproduced(known[table], scale, place, json)
-    _refuse(failed)
+        return failed
+    for cell, left in missing.items():
+        rounds = work.table.at(cell, work.scale).rounds
+        with terminal.bar("/".join(cell), rounds, quiet, place.parent, again, place.name) as tick:
+            work.run(cell, left, tick)
+    return failed
 
 
 def _searched(

@@ -12,7 +12,7 @@ import hashlib
 import math
 import multiprocessing
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -303,9 +303,15 @@ class Reproduction:
         name = f"{experiment.method}-{experiment.data}-s{experiment.seed}-{experiment.id}"
         return self.runs / self.scale / re.sub(r"[^\w-]+", "-", name)
 
-    def _trained(self, place: Place, seeds: Sequence[int], progress: session.Progress) -> list[Path]:
+    def planned(
+        self, place: Place, seeds: Sequence[int], progress: session.Progress = lambda done, scores: None
+    ) -> list[tuple[Experiment, Path]]:
+        """A cell's runs, and where they are; what they start from is trained."""
         experiments = [self._experiment(place, seed, progress) for seed in seeds]
-        plan = [(experiment, self._folder(experiment)) for experiment in experiments]
+        return [(experiment, self._folder(experiment)) for experiment in experiments]
+
+    def _trained(self, place: Place, seeds: Sequence[int], progress: session.Progress) -> list[Path]:
+        plan = self.planned(place, seeds, progress)
         fresh = [(e, folder) for e, folder in plan if not (folder / "experiment.toml").exists()]
         alike = not self.table.cells[place].redeal
         if len(fresh) > 1 and alike and session.side_by_side(fresh[0][0]):
@@ -363,12 +369,9 @@ def run_all(
     reproduction: Reproduction, missing: Mapping[Place, Sequence[int]], jobs: int
 ) -> Iterator[tuple[Place, list[Entry] | BaseException]]:
     """Cells as they are finished, several at once: those that others start from come first."""
-    ranks: dict[int, list[Place]] = {}
-    for place in missing:
-        ranks.setdefault(_depth(reproduction.table, place), []).append(place)
     named = _named(reproduction)
     with _processes(jobs) as pool:
-        for _, places in sorted(ranks.items()):
+        for places in _ranks(reproduction.table, missing):
             yield from _finished(pool, {p: partial(_run_one, named, p, missing[p]) for p in places})
 
 
@@ -379,6 +382,27 @@ def search_all(
     named = _named(reproduction)
     with _processes(jobs) as pool:
         yield from _finished(pool, {place: partial(_search_one, named, place) for place in places})
+
+
+def train_spread(
+    reproduction: Reproduction, missing: Mapping[Place, Sequence[int]], address: str
+) -> Iterator[int]:
+    """Train the runs of these cells on a Ray cluster; how many are done, as they are. `run` measures them."""
+    before = 0
+    for places in _ranks(reproduction.table, missing):
+        runs = [run for place in places for run in reproduction.planned(place, missing[place])]
+        due = [(replace(e, address=address), f) for e, f in runs if not (f / "summary.json").exists()]
+        if due:
+            yield from (before + done for done in session.run_spread(due))
+        before += len(due)
+
+
+def _ranks(table: Table, places: Iterable[Place]) -> list[list[Place]]:
+    """Cells that others start from before those others."""
+    found: dict[int, list[Place]] = {}
+    for place in places:
+        found.setdefault(_depth(table, place), []).append(place)
+    return [found[depth] for depth in sorted(found)]
 
 
 def _processes(jobs: int) -> ProcessPoolExecutor:

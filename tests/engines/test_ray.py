@@ -510,6 +510,22 @@ def test_a_sweep_is_spread_and_what_is_lost_goes_on(free_machines: Any, tmp_path
         assert alone.summary["rounds"] == 60
 
 
+def test_a_papers_table_is_spread(free_machines: Any, tmp_path: Path) -> None:
+    """Runs that others start from come first; what the ledger says is what a run alone gives."""
+    only = ("--only", "prior model/Fashion-MNIST", "--only", "FedAvg/Fashion-MNIST")
+    flags = ("--scale", "smoke", "--seeds", "0", *only, "--device", "cpu", "--json")
+    place = ("--experiments", str(PROJECT / "experiments"))
+    cluster = ("--spread", "--address", free_machines.address)
+    found = {}
+    for name, more in (("spread", cluster), ("alone", ())):
+        process = apiece("reproduce", "p4-figure5", *flags, *place, *more, "--out", str(tmp_path / name))
+        printed, errors = process.communicate()
+        assert process.returncode == 0, errors
+        found[name] = {(e["row"], e["seed"]): e["numbers"] for e in command.strict(printed)}
+    assert len(found["spread"]) == 2
+    assert found["spread"] == found["alone"]
+
+
 def under_way(folder: Path) -> bool:
     """Has a run in it more than one checkpoint?"""
     return len(list(folder.glob("spread/*/checkpoint/round-*"))) > 1
