@@ -304,7 +304,7 @@ def _state_is_constant(world: _World) -> Iterator[str]:
 def _arguments_unchanged(world: _World) -> Iterator[str]:
     broadcast = world.broadcast()
     client = world.client(broadcast)
-    kept = tree.map(lambda v: v.clone() if isinstance(v, Tensor) else v, (broadcast, client))
+    kept = tree.clone((broadcast, client))
     world.reply(broadcast, client)
     for path in _bits_differ(kept[0], broadcast):
         yield f"client_update writes into broadcast/{path}, which every client shares"

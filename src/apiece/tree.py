@@ -75,6 +75,11 @@ def contiguous(tree: Tree) -> Tree:
     return map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def clone(tree: Tree) -> Tree:
+    """The same values in tensors of their own; leaves that are no tensors stay."""
+    return map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def zeros(tree: Tree) -> Tree:
     return map(torch.zeros_like, tree)
 

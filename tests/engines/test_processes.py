@@ -42,7 +42,7 @@ from apiece.store import Store
 from apiece.train import assemble
 from apiece.tree import Tree
 from tests import killing
-from tests.broken import Averaging, UpdateOf
+from tests.broken import Averaging, Elsewhere, UpdateOf
 from tests.worlds import CPU, ROOT, dropout_net, federation, servers
 
 pytestmark = pytest.mark.skipif(bool(obstacle(CPU)), reason=obstacle(CPU))
@@ -234,19 +234,6 @@ def test_killed_while_it_has_nothing_to_do(engine: Processes, caplog: pytest.Log
     assert {record.getMessage() for record in caplog.records} == {
         "a process ended (SIGKILL) while it had nothing to do"
     }
-
-
-class Elsewhere(nn.Linear):
-    """Does something else in every process but the one it was made in."""
-
-    def __init__(self, deed: Callable[[], object]) -> None:
-        super().__init__(5, 3)
-        self.deed, self.home = deed, os.getpid()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if os.getpid() != self.home:
-            self.deed()
-        return super().forward(x)
 
 
 def test_what_ends_every_process_is_told(engine: Processes) -> None:

@@ -43,7 +43,7 @@ from apiece.store import Store
 from apiece.train import assemble
 from apiece.tree import Tree
 from tests import command, killing
-from tests.broken import UpdateOf
+from tests.broken import Elsewhere, UpdateOf
 from tests.worlds import CPU, ROOT, dropout_net, federation, servers
 
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 'apiece[ray]'")
@@ -310,19 +310,6 @@ def test_a_machine_is_lost_in_mid_round(
     assert len(caplog.records) == engine.deaths
     assert all(AGAIN in record.getMessage() for record in caplog.records)
     assert "".join(capfd.readouterr()) == ""
-
-
-class Elsewhere(nn.Linear):
-    """Does something else in every process but the one it was made in."""
-
-    def __init__(self, deed: Callable[[], object]) -> None:
-        super().__init__(5, 3)
-        self.deed, self.home = deed, os.getpid()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if os.getpid() != self.home:
-            self.deed()
-        return super().forward(x)
 
 
 def test_what_ends_every_actor_is_told(machines: Any) -> None:

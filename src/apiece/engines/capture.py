@@ -179,7 +179,7 @@ class Captured(Vectorized):
 
     def _record(self, program: Program, given: tuple[Tree, tuple[Tree, ...]], lane: _Lane) -> _Recording:
         begin = time.perf_counter()
-        held = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, given)
+        held = tree.clone(given)
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
             # A first state that is the start itself needs no kernel.

@@ -7,6 +7,7 @@ rest of the call, so that nothing it was recorded with can be stale.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,14 +33,14 @@ class Stepwise:
     def __call__(self, step: Callable[[Any, Batch], Any], carry: Any, batches: Iterable[Batch]) -> Any:
         # Under `grad` as well, what is replayed would have no derivative.
         whole = len(torch._C._functorch.get_interpreter_stack() or ()) == 1
-        met: dict[Any, int] = {}
+        plain: Counter[Any] = Counter()  # steps that were not replayed, by kind
         replays: dict[Any, tuple[Batch, Action]] = {}
         held: Any = None  # the carry, once it has a place of its own
         for batch in batches:
             self.steps += 1
             kind = _kind(batch)
-            if not whole or met.setdefault(kind, 0) < PLAIN:
-                met[kind] = met.get(kind, 0) + 1
+            if not whole or plain[kind] < PLAIN:
+                plain[kind] += 1
                 after = step(carry if held is None else held, batch)
                 if held is None:
                     carry = after
@@ -47,7 +48,7 @@ class Stepwise:
                     _copy(held, after)
                 continue
             if held is None:
-                held = _own(carry)
+                held = tree.clone(carry)
             if kind not in replays:
                 replays[kind] = self._recorded(step, held, batch)
             place, replay = replays[kind]
@@ -56,7 +57,7 @@ class Stepwise:
         return carry if held is None else held
 
     def _recorded(self, step: Callable[[Any, Batch], Any], held: Any, batch: Batch) -> tuple[Batch, Action]:
-        place = _own(batch)
+        place = tree.clone(batch)
 
         def action() -> None:
             _copy(held, step(held, place))
@@ -66,10 +67,6 @@ class Stepwise:
 
 def _kind(batch: Batch) -> Any:
     return tuple((path, tuple(leaf.shape)) for path, leaf in tree.flatten(batch).items() if leaf is not None)
-
-
-def _own(value: Any) -> Any:
-    return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _copy(place: Any, value: Any) -> None:
