@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from benchmarks.peers import Done, Work
+from benchmarks.peers import SEED, Done, Work
 
 
 def rounds(
@@ -17,6 +17,7 @@ def rounds(
     data = work.data().to(device)
     clients = [torch.as_tensor(data.train[client], device=device) for client in range(data.population)]
     server, local = (work.network().to(device) for _ in range(2))
+    drawn = torch.Generator(device).manual_seed(SEED)
     round = 0
     while True:
         chosen = range(data.population) if cohort is None else cohort(round)
@@ -27,7 +28,7 @@ def rounds(
             local.load_state_dict(server.state_dict())
             optimizer = torch.optim.SGD(local.parameters(), lr=work.lr)
             for _ in range(work.epochs):
-                order = rows[torch.randperm(len(rows), device=device)]
+                order = rows[torch.randperm(len(rows), generator=drawn, device=device)]
                 for batch in order.split(work.batch):
                     optimizer.zero_grad()
                     F.cross_entropy(local(data.x[batch]), data.y[batch]).backward()
