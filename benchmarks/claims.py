@@ -115,9 +115,15 @@ def fine_tuning() -> Runs:
 
 def guard() -> Runs:
     """The guard against none, where personalizing harms some clients."""
-    for partition in ("dirichlet:0.3", "dirichlet:10"):
-        for method in ("fedavg", "guarded(fedavg)"):
-            yield f"{partition} {method}", plain(method=method, partition=partition)
+    eager = {"personal": {"lr": 0.3}}
+    for partition, settings in (("dirichlet:0.3", {}), ("dirichlet:0.3", eager), ("dirichlet:10", {})):
+        name = f"{partition}{', personal.lr=0.3' if settings else ''}"
+        yield f"{name} fedavg", plain(method="fedavg", partition=partition, settings=settings)
+        guarded = {"inner": settings} if settings else {}
+        yield (
+            f"{name} guarded(fedavg)",
+            plain(method="guarded(fedavg)", partition=partition, settings=guarded),
+        )
 
 
 def forgetting() -> Runs:

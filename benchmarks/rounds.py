@@ -49,7 +49,7 @@ from benchmarks.population import processor
 
 ROOT = Path(__file__).parents[1]
 MODELS = {"tff_cnn": "tff_cnn", "lenet": "lenet", "mlp": "mlp(hidden=(512, 256))", "logistic": "logistic"}
-ENGINES = ("sequential", "vectorized", "processes")
+ENGINES = ("sequential", "vectorized", "processes", "processes(vectorized)")
 POWER_LAW = "power-law"
 AUTO, PLAIN = "ours", "plain PyTorch"
 RAGGED, SAMPLED = "ours, ragged clients", "ours, ragged clients, drawn anew"

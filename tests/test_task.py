@@ -276,6 +276,32 @@ def test_predict_reads_the_given_params():
     assert linear().predict(params, torch.tensor([[1.0, 3.0]])).tolist() == [[9.0, 9.0, 9.0]]
 
 
+def test_a_parameter_in_two_places_is_given_to_both():
+    """Tied: (x W) Wᵀ with W = (1, 2), of the one name W has: x (1 + 4)."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Linear(2, 1, bias=False), nn.Module()
+            self.up.weight = self.down.weight
+
+        def forward(self, x):
+            return self.down(x) @ self.up.weight
+
+    task = Task(Tied)
+    w = Params({"down.weight": torch.tensor([[1.0, 2.0]])})
+    assert task.predict(w, torch.tensor([[1.0, 0.0]])).tolist() == [[1.0, 2.0]]
+    assert task.predict(w, torch.tensor([[0.0, 1.0]])).tolist() == [[2.0, 4.0]]
+
+
+def test_an_error_in_the_model_leaves_its_own_parameters_in_place():
+    task = linear()
+    before = {name: id(p) for name, p in task.module.named_parameters()}
+    with pytest.raises(RuntimeError, match="shapes"):
+        task.predict(task.init(0), torch.zeros(1, 5))
+    assert {name: id(p) for name, p in task.module.named_parameters()} == before
+
+
 def test_clients_get_neither_proxy_nor_prior():
     index = torch.arange(2)
     proxy = Shard(torch.zeros(2, 2), index, Rows(index, torch.tensor(2), as_key(0), as_key(0)), True)

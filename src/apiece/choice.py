@@ -16,6 +16,7 @@ import torch
 from apiece.data.federated import Federated
 from apiece.engines.base import Engine, Federation, Member, client_phase
 from apiece.engines.capture import LANES, vectorized
+from apiece.engines.pool import share
 from apiece.engines.processes import Processes
 from apiece.engines.ray import Cluster, Ray, inside
 from apiece.engines.sequential import Sequential
@@ -27,6 +28,7 @@ from apiece.sample import Cohort
 from apiece.shard import Batch, Rows, Shard
 from apiece.train import Training
 
+PROCESSES = {"processes": "sequential", "processes(vectorized)": "vectorized"}  # and the engine inside
 PROBED_CLIENTS = 8
 CLOSE = 4.0, 1.5  # times the fastest on one batch, in a round: what is slower is not measured again
 SHARE, LEAST, MOST = 0.1, 1.0, 10.0  # of a run, for that comparison; in seconds at least, at most
@@ -56,16 +58,27 @@ class Option(NamedTuple):
     threads: int
     processes: int = 1
 
+    @property
+    def pooled(self) -> bool:
+        return self.engine in PROCESSES
+
+    def chunk(self, cohort: int, most: int) -> int:
+        """Clients in a chunk at the most, of a cohort of so many."""
+        vectorized = PROCESSES.get(self.engine) == "vectorized"
+        return share(cohort, self.processes, "vectorized", most) if vectorized else most
+
     def __str__(self) -> str:
-        if self.engine == Processes.name:
-            return f"{self.processes} processes"
+        if self.pooled:
+            return f"{self.processes} {self.engine}"
         return f"{self.engine} with {self.threads} thread{'s' * (self.threads > 1)}"
 
 
 def build(name: str, device: torch.device, chunk: int, processes: int = 1) -> Engine:
     if name == Sequential.name:
         return Sequential(device)
-    return Processes(device, processes) if name == Processes.name else vectorized(device, chunk)
+    if name in PROCESSES:
+        return Processes(device, processes, build(PROCESSES[name], device, chunk))
+    return vectorized(device, chunk)
 
 
 def rebuild(choice: Choice, actors: int, address: str) -> Engine:
@@ -133,8 +146,8 @@ def choose(
         reason = "asked for" if len(engines) == 1 else "a CUDA device"
         return Option(able[0], threads or torch.get_num_threads()), "; ".join(barred) or reason
     counts = [threads] if threads else sorted({1, torch.get_num_threads()})
-    options = [Option(name, count) for name in able if name != Processes.name for count in counts]
-    options += [Option(name, 1, processes) for name in able if name == Processes.name]
+    options = [Option(name, count) for name in able if name not in PROCESSES for count in counts]
+    options += [Option(name, 1, processes) for name in able if name in PROCESSES]
     if len(options) == 1:
         return options[0], "; ".join(barred) or "asked for"
     probe, taken = _Probe(training, server, chunk), {}
@@ -142,7 +155,7 @@ def choose(
         try:
             taken[option] = probe.batch(option)
         except ApieceError as error:
-            if option.engine != Processes.name:
+            if not option.pooled:
                 raise
             barred.append(str(error))
     figures = [f"one batch of at most {PROBED_CLIENTS} clients took: {_told(taken)}"]
@@ -257,7 +270,8 @@ class _Probe:
         torch.set_num_threads(option.threads)
         if option not in self._engines:
             device = self._federation.task.device
-            self._engines[option] = build(option.engine, device, self._chunk, option.processes)
+            chunk = option.chunk(len(self._cohort.ids), self._chunk)
+            self._engines[option] = build(option.engine, device, chunk, option.processes)
         begin = time.perf_counter()
         measured(self._engines[option])
         seconds = time.perf_counter() - begin

@@ -99,8 +99,8 @@ FLAGS = (
     Flag(
         "engine",
         HOW,
-        "`sequential`, `vectorized`, `processes` (on a CPU), or `auto`: the fastest of them; or `ray`, a "
-        "cluster.",
+        "`sequential`, `vectorized`, `processes` or `processes(vectorized)` (on a CPU), or `auto`: the "
+        "fastest of them; or `ray`, a cluster.",
     ),
     Flag("device", HOW, "`cpu`, `cuda`, `cuda:N`, or `auto`."),
     Flag("chunk", HOW, "Clients computed at once, at the most."),

@@ -18,7 +18,16 @@ from apiece.sample import SAMPLERS
 from apiece.settings import convert, to_toml
 
 AUTO = "auto"
-ENGINES = (AUTO, "sequential", "vectorized", "processes", "ray", "ray(sequential)", "ray(vectorized)")
+ENGINES = (
+    AUTO,
+    "sequential",
+    "vectorized",
+    "processes",
+    "processes(vectorized)",
+    "ray",
+    "ray(sequential)",
+    "ray(vectorized)",
+)
 PROXY = 0.02  # where a method needs a proxy set and none was asked for
 
 
@@ -83,7 +92,7 @@ class Experiment:
         ):
             if getattr(self, name) < least:
                 raise ApieceError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.engine == "processes" and self.threads > 1:
+        if self.engine.startswith("processes") and self.threads > 1:
             raise ApieceError("each of the processes has one thread: leave --threads out")
         for name, options in (
             ("on_nan", ("stop", "skip")),

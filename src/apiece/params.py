@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
 import torch
@@ -35,6 +35,16 @@ class Params(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    # Mapping's own views look every name up again.
+    def keys(self) -> KeysView[str]:
+        return self._tensors.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        return self._tensors.values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return self._tensors.items()
+
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(t.shape)}" for name, t in self.items())
         return f"Params({shapes})"
@@ -48,7 +58,8 @@ class Params(Mapping[str, Tensor]):
         """`fn` of corresponding tensors."""
         for other in others:
             self._same_names(other)
-        return Params({name: fn(t, *(o[name] for o in others)) for name, t in self.items()})
+        each = zip(self.values(), *(other.values() for other in others), strict=True)
+        return _named(self, (fn(*tensors) for tensors in each))
 
     def _same_names(self, other: Params) -> None:
         if self.keys() != other.keys():
@@ -58,7 +69,7 @@ class Params(Mapping[str, Tensor]):
     def _apply(self, op: Callable[[Any, Any], Any], other: Params | Scalar) -> Params:
         if isinstance(other, Params):
             return self.map(op, other)
-        return Params({name: op(t, other) for name, t in self.items()})
+        return self.map(lambda t: op(t, other))
 
     def __add__(self, other: Params | Scalar) -> Params:
         return self._apply(operator.add, other)
@@ -102,6 +113,13 @@ class Params(Mapping[str, Tensor]):
         )
 
 
+def _named(names: Iterable[str], tensors: Iterable[Tensor]) -> Params:
+    """Params of names that are in order."""
+    params = Params.__new__(Params)
+    params._tensors = dict(zip(names, tensors, strict=True))
+    return params
+
+
 def _flatten(params: Params) -> tuple[list[Tensor], tuple[str, ...]]:
     return list(params.values()), tuple(params)
 
@@ -113,6 +131,6 @@ def _flatten_with_keys(params: Params) -> tuple[list[tuple[Any, Tensor]], tuple[
 tree.register(
     Params,
     _flatten,
-    lambda values, names: Params(dict(zip(names, values, strict=True))),
+    lambda values, names: _named(names, values),
     flatten_with_keys_fn=_flatten_with_keys,
 )

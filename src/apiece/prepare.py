@@ -19,8 +19,9 @@ from apiece.choice import Choice, Option, build, choose, fitting, pick_device, r
 from apiece.data.federated import Clients, Examples, Federated, Ints, resident
 from apiece.engines.base import Engine, Federation
 from apiece.engines.lowering import fastest, lowered
+from apiece.engines.pool import share
 from apiece.engines.processes import cpus, obstacle
-from apiece.engines.ray import CPU, Cluster, inside, join, measured_layers, serving, share
+from apiece.engines.ray import CPU, Cluster, inside, join, measured_layers, serving
 from apiece.errors import ApieceError
 from apiece.evaluate import chosen, pool, score
 from apiece.experiment import AUTO, Experiment
@@ -267,7 +268,7 @@ def _engines(task: Task, experiment: Experiment, data: Clients) -> dict[str, str
     alone = experiment.threads == 0 and multiprocessing.parent_process() is None and not serving()
     count = experiment.processes or (cpus() if alone else 1)
     if min(count, experiment.cohort) > 1 and not obstacle(task.device):
-        engines["processes"] = ""
+        engines["processes"], engines["processes(vectorized)"] = "", engines["vectorized"]
     return engines
 
 
@@ -279,7 +280,7 @@ def _chosen(
         processes = e.processes or cpus()
         option, reason = choose(training, server, engines, e.chunk, e.threads, processes, e.rounds)
         if option.engine != "vectorized" or training.federation.task.device.type != "cuda":
-            return option, e.chunk, reason
+            return option, option.chunk(training.cohort_size, e.chunk), reason
         chunk = fitting(training, server, e.chunk)
         told = (
             f"; {e.chunk} clients at once do not fit into its memory, {chunk} do" if chunk < e.chunk else ""

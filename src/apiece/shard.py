@@ -62,8 +62,7 @@ class Shard:
         return torch.arange(count, device=self._rows.place.device)
 
     def _taken(self, index: Tensor) -> tuple[Tree, Tree]:
-        x, y = tree.take((self._x, self._y), index)
-        return x, y
+        return tree.take(self._x, index), tree.take(self._y, index)
 
     def _order(self, key: Key) -> Tensor:
         """A permutation of the real examples, then the padding."""
@@ -91,15 +90,14 @@ class Shard:
         for epoch in range(passes):
             key = fold(self.key, epoch)
             # One gather for the whole pass; its batches are views of it.
-            examples = self._taken(self._rows.place[self._order(key)])
+            x, y = self._taken(self._rows.place[self._order(key)])
             keys = fold(key, self._positions(per_pass))
             real = None if self._even else self._positions(n) < self.size
             for batch in range(min(per_pass, count - epoch * per_pass)):
                 rows = slice(batch * width, min((batch + 1) * width, n))
                 live = None if real is None else self.size > rows.start
-                yield _batch(
-                    tree.take(examples, rows), None if real is None else real[rows], live, keys[batch]
-                )
+                examples = tree.take(x, rows), tree.take(y, rows)
+                yield _batch(examples, None if real is None else real[rows], live, keys[batch])
 
     def _steps(self, width: int, steps: int) -> Iterator[Batch]:
         """As above where B differs between the clients of the chunk: pass and batch are tensors."""

@@ -20,10 +20,14 @@ register = pytree.register_pytree_node
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `fn` to corresponding leaves."""
+    if isinstance(tree, Tensor):
+        return fn(tree, *rest)
     return pytree.tree_map(fn, tree, *rest)
 
 
 def leaves(tree: Tree) -> list[Any]:
+    if isinstance(tree, Tensor):
+        return [tree]
     return pytree.tree_leaves(tree)
 
 

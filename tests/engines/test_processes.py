@@ -29,9 +29,10 @@ from apiece.check import _bits_differ, _stressed, _World
 from apiece.choice import Option, choose
 from apiece.data.lazy import lazily
 from apiece.data.synthetic import Population
-from apiece.engines.base import Call, Federation, Member, Program, client_phase
+from apiece.engines.base import Call, Engine, Federation, Member, Program, client_phase
 from apiece.engines.processes import Processes, obstacle
 from apiece.engines.sequential import Sequential
+from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import evaluate
 from apiece.method import STACK, Model, Reply, Round, Server, Stacked
 from apiece.methods.fedavg import FedAvg
@@ -71,7 +72,7 @@ def engine() -> Processes:
 
 
 def ends(
-    method: Method, engine: Sequential, rounds: int = 3, net: Callable[[], nn.Module] = dropout_net
+    method: Method, engine: Engine, rounds: int = 3, net: Callable[[], nn.Module] = dropout_net
 ) -> list[Server]:
     training, server = federation(method, engine, SIZES, 5, net)
     return list(servers(training, server, rounds))
@@ -98,8 +99,16 @@ def test_servers_states_and_models_have_the_bits_of_the_sequential_engine(
         assert same(one, many)
 
 
-def test_the_number_of_processes_changes_nothing() -> None:
-    one, three, many = (ends(METHOD, Processes(CPU, count)) for count in (1, 3, 9))
+def test_chunks_of_clients_have_the_bits_of_the_vectorized_engine() -> None:
+    """Chunks of at most two of five clients."""
+    alone = ends(METHOD, Vectorized(CPU, 2))
+    assert same(alone, ends(METHOD, Processes(CPU, 2, Vectorized(CPU, 2))))
+    assert not same(alone, ends(METHOD, Processes(CPU, 2))), "the test must be able to tell them apart"
+
+
+@pytest.mark.parametrize("inside", [Sequential(CPU), Vectorized(CPU, 2)], ids=lambda engine: engine.name)
+def test_the_number_of_processes_changes_nothing(inside: Engine) -> None:
+    one, three, many = (ends(METHOD, Processes(CPU, count, inside)) for count in (1, 3, 9))
     assert same(one, three)
     assert same(one, many)
 
@@ -429,7 +438,8 @@ def test_auto_takes_the_fastest(
 
     def batch(probe: object, option: Option) -> float:
         asked.append(option)
-        return {"vectorized": 1.0, "sequential": 5.0, "processes": 3.9}[option.engine]
+        taken = {"vectorized": 1.0, "sequential": 5.0, "processes": 3.9, "processes(vectorized)": 4.1}
+        return taken[option.engine]
 
     def rounds(
         probe: object, options: dict[Option, float], repeats: int, batches: int
@@ -455,8 +465,9 @@ def test_auto_takes_the_fastest(
 def test_the_probe_measures_and_keeps_nothing() -> None:
     """With states, on real engines: what a round takes decides, and no client was met."""
     training, server = federation(FedEC(local=Recipe(batch_size=4, epochs=2)), Sequential(CPU), SIZES, 5)
-    engines = {"vectorized": "", "sequential": "", "processes": ""}
+    engines = dict.fromkeys(("vectorized", "sequential", "processes", "processes(vectorized)"), "")
     option, reason = choose(training, server, engines, 8, 1, 2, 1000)
     assert option.engine in reason
-    assert "2 processes" in reason
+    assert "2 processes " in reason
+    assert "2 processes(vectorized)" in reason
     assert not training.federation.store.known(range(len(SIZES))).any()

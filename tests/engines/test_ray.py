@@ -30,7 +30,8 @@ from apiece.data.lazy import lazily
 from apiece.data.synthetic import Population
 from apiece.engines import ray as engines
 from apiece.engines.base import Call, Engine, Federation, Member, Program, client_phase
-from apiece.engines.ray import Cluster, Ray, share
+from apiece.engines.pool import share
+from apiece.engines.ray import Cluster, Ray
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import evaluate

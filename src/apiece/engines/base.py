@@ -37,7 +37,7 @@ class Engine(ABC):
     """How a chunk of clients is computed. `limit`: clients in a chunk at the most."""
 
     name: ClassVar[str]
-    overhead: ClassVar[float] = 0.0  # of a step of a chunk, in clients: what `cut` weighs padding against
+    overhead: float = 0.0  # of a step of a chunk, in clients: what `cut` weighs padding against
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self.device = device

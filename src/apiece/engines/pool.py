@@ -7,6 +7,7 @@ depend on who computed what. The calls of a process that dies are computed again
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import traceback
 from abc import ABC, abstractmethod
@@ -29,6 +30,14 @@ log = logging.getLogger("apiece")
 QUEUED = 2  # calls that a process holds at the most: the one it computes, and the next
 DEATHS = 3  # processes that one call may cost
 FIELDS = tuple(f.name for f in fields(Federation))  # of every federation; what a kind of them adds is sent
+
+
+PIECES = 8  # chunks for each child, where clients are computed one by one: who is done early takes another
+
+
+def share(cohort: int, children: int, engine: str, most: int) -> int:
+    """Clients in a chunk, so that every child, whose engine is `engine`, has some of a cohort."""
+    return min(most, math.ceil(cohort / (children * (PIECES if engine == "sequential" else 1))))
 
 
 class GoneError(Exception):

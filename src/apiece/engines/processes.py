@@ -1,13 +1,15 @@
-"""Processes: clients one by one, as sequential computes them, but several at once. For CPUs.
+"""Processes: clients as the sequential or the vectorized engine computes them, but several chunks at once.
+For CPUs.
 
-Each is computed by a process of one thread. The processes are forks of this one, so method, task and the
-resident examples are theirs without being sent. Other tensors go both ways through shared memory; it has no
-name, so nothing of it is left behind, however a process ends. Answers are taken in the order of the calls:
-results have the bits that sequential gives them with one thread, whatever the number of processes.
+Each chunk is computed by a process of one thread. The processes are forks of this one, so method, task and
+the resident examples are theirs without being sent. Other tensors go both ways through shared memory; it has
+no name, so nothing of it is left behind, however a process ends. Answers are taken in the order of the calls:
+results have the bits that the engine inside gives them with one thread, whatever the number of processes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import multiprocessing
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from apiece import tree
-from apiece.engines.base import Call, Federation
+from apiece.engines.base import Call, Engine, Federation, Program
 from apiece.engines.packing import BOARD, RESIDENT, SLOT, Posted, Room, enough, packed, unpacked
 from apiece.engines.pool import QUEUED, Child, Failure, GoneError, Pool, examples, received, sent
 from apiece.engines.sequential import Sequential
@@ -54,20 +56,25 @@ def obstacle(device: torch.device) -> str:
     return ""
 
 
-class Processes(Pool["_Child"], Sequential):
-    """Chunks of one client, several at once; what is not a phase of several is computed here."""
+class Processes(Pool["_Child"], Engine):
+    """Chunks of the engine inside, several at once; what is not a phase of several is computed here."""
 
     name = "processes"
     one, many = "a process", "processes"
 
-    def __init__(self, device: torch.device, processes: int) -> None:
+    def __init__(self, device: torch.device, processes: int, inside: Engine | None = None) -> None:
         if obstacle(device):
             raise ApieceError(f"the processes engine cannot be used: {obstacle(device)}")
-        Sequential.__init__(self, device)
+        self._inside = inside or Sequential(device)
+        Engine.__init__(self, device, self._inside.limit)
+        self.overhead = self._inside.overhead
         Pool.__init__(self, processes)
         self._base: Federation | None = None  # whose method, task and examples the children have
         self._board = _Shared()  # what a phase shares
         weakref.finalize(self, _end, self._children, os.getpid())
+
+    def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        return self._inside.each(program, shared, clients)
 
     def answers(self, calls: Iterable[Call]) -> Iterator[Tree]:
         pending = iter(calls)
@@ -107,13 +114,13 @@ class Processes(Pool["_Child"], Sequential):
 
     def _hire(self) -> _Child:
         assert self._base is not None
-        return _Child(self._base, self._board)
+        return _Child(self._base, self._board, self._inside)
 
 
 class _Child(Child):
     """A process, as its parent sees it."""
 
-    def __init__(self, base: Federation, board: _Shared) -> None:
+    def __init__(self, base: Federation, board: _Shared, engine: Engine) -> None:
         super().__init__()
         self._slots = tuple(_Shared() for _ in range(QUEUED))
         self._asked = 0
@@ -121,7 +128,7 @@ class _Child(Child):
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=_serve,
-            args=(self.connection, theirs, base, board, self._slots),
+            args=(self.connection, theirs, base, board, self._slots, engine),
             name="apiece",
             daemon=True,
         )
@@ -172,6 +179,7 @@ def _serve(
     base: Federation,
     board: _Shared,
     slots: tuple[_Shared, ...],
+    engine: Engine,
 ) -> None:
     """What a child does: answer calls until its parent is gone."""
     # Ends of older children's, which a fork has too, keep those alive until this one ends; that of a child's
@@ -180,9 +188,10 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.disable()  # a thread of the parent may have held a handler's lock
+    _keep_memory()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    engine, answered = Sequential(base.task.device), 0
+    answered = 0
     with suppress(EOFError, OSError):
         while True:
             end, message = connection.recv()
@@ -196,6 +205,14 @@ def _serve(
             except Exception as error:
                 reply = Failure.of(error)
             connection.send(reply)
+
+
+def _keep_memory() -> None:
+    """Have glibc keep what is freed: large tensors would go back to the system and be zeroed at every step."""
+    change = getattr(ctypes.CDLL(None), "mallopt", None)
+    if change is not None:
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            change(option, 1 << 30)
 
 
 class _Shared(Room):

@@ -10,7 +10,6 @@ states stay here, on the CPU. The only file that knows Ray, and only when it is 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import platform
 import socket
@@ -52,7 +51,6 @@ Bytes = NDArray[np.uint8]
 
 CPU = torch.device("cpu")
 STORE = 512 << 20  # bytes of the object store that is begun here, besides room for the examples
-PIECES = 8  # chunks for each actor, where clients are computed one by one: who is done early takes another
 KNOCKING = 10.0  # seconds, for a cluster to answer
 PATIENCE = 120.0  # seconds, for the first actor to begin
 FAILURES = 3  # actors in a row that die before they have begun
@@ -94,11 +92,6 @@ def join(address: str, device: str, actors: int, threads: int, data: Clients | N
     if actors > room:
         log.warning("the Ray cluster has room for %d of %d actors: the others wait for more", room, actors)
     return Cluster(on, actors or room, threads)
-
-
-def share(cohort: int, actors: int, engine: str, most: int) -> int:
-    """Clients in a chunk, so that every actor has some of a cohort."""
-    return min(most, math.ceil(cohort / (actors * (PIECES if engine == Sequential.name else 1))))
 
 
 def _connected(address: str, cores: int, data: Clients | None = None) -> Any:
@@ -238,7 +231,7 @@ class Ray(Pool["_Actor"], Engine):
         self.name = f"ray({engine})"  # type: ignore[misc]
         self._here = Sequential(CPU, limit) if engine == Sequential.name else Vectorized(CPU, limit)
         there = Captured if cluster.device.type == "cuda" and engine != Sequential.name else self._here
-        self.overhead = there.overhead  # type: ignore[misc]
+        self.overhead = there.overhead
         self._address, self._cluster, self._layers = address, cluster, layers
         self._base: Federation | None = None
         self._desk = _Desk(engine)

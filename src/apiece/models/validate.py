@@ -68,7 +68,7 @@ def problems(
 
     `like`: x and y of one example or more, where x is not one array of floats and y not one class.
     """
-    vectorized = engine == "vectorized"
+    vectorized = engine in ("vectorized", "processes(vectorized)")
     found = [
         problem
         for name, module in task.module.named_modules()

@@ -3,32 +3,36 @@ Personalization via Model Agnostic Meta Learning") name and leave open: some cli
 initial model.
 
 Each client holds a slice of its own training data out of all training. Whether personalizing pays is judged
-on that slice; a client that passes deploys the model personalized on its whole shard, any other one, or one
-too small to judge, its initial model. No test data is touched. The slice is each client's own: samplers that
-re-deal rows among clients, and pooled training, would train on it.
+on that slice: its loss must fall by `margin` standard errors, for a slice of ten examples says little. A
+client that passes deploys the model personalized on its whole shard, any other one, or one with less than two
+examples to judge by, its initial model. No test data is touched. The slice is each client's own: samplers
+that re-deal rows among clients, and pooled training, would train on it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from apiece import tree
 from apiece.errors import ApieceError
 from apiece.method import Broadcast, Client, Method, Reply, Wrapper
 from apiece.params import Params
 from apiece.shard import Shard
-from apiece.task import Task
+from apiece.task import Task, by_example
 
 
 @dataclass(frozen=True)
 class Guarded(Wrapper):
-    """The inner method; a client whose held-out loss does not fall keeps its initial model."""
+    """The inner method; a client whose held-out loss does not clearly fall keeps its initial model."""
 
     paper = "this library"
     kind = "personalized"
 
     inner: Method
     held_out: float = 0.2  # share of the client's training examples, the same in every round
+    margin: float = 0.5  # standard errors of the mean fall in loss
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +54,15 @@ class Guarded(Wrapper):
         training, held_out = self.parts(data)
         initial = self.inner.initial(task, broadcast, client)
         trial = self.inner.personalize(task, broadcast, client, training)
-        judge = held_out.all()
-        pays = (held_out.size > 0) & (task.loss(trial, judge) < task.loss(initial, judge))
+        pays = self.falls(task, initial, trial, held_out)
         deployed: Params = tree.where(pays, self.inner.personalize(task, broadcast, client, data), initial)
         return deployed
+
+    def falls(self, task: Task, before: Params, after: Params, judges: Shard) -> Tensor:
+        """Is the mean fall of the examples' losses more than `margin` of its standard errors?"""
+        batch, n = judges.all(), judges.size.clamp(min=2)
+        was, is_now = (task.losses(task.predict(w, batch.x), batch.y) for w in (before, after))
+        fall = by_example(was - is_now, batch.weight)
+        mean = fall.sum() / n
+        variance = by_example(fall - mean, batch.weight).square().sum() / (n - 1)
+        return (judges.size > 1) & (mean > self.margin * (variance / n).sqrt())
