@@ -169,6 +169,7 @@ def test_waste_by_hand() -> None:
     assert (figures["chunks"], figures["waste"], figures["waste_in_one_chunk"]) == (2.0, 1.0, 1.6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", PACKAGES)
 def test_a_peer_moves_the_server_as_ours_does(peer: str) -> None:
     """In its own process, where it is installed."""

@@ -17,6 +17,7 @@ from apiece import cli, experiment, session
 from apiece.check import Finding
 from apiece.data import DATASETS
 from apiece.experiment import Experiment
+from apiece.settings import parse_seeds
 from tests.command import SIZES, SMALL, apiece, interrupted, strict, table
 
 COMMANDS = (
@@ -480,7 +481,7 @@ def test_another_experiment_in_the_folder_is_left_alone(compared: Path) -> None:
     ("text", "seeds"), [("0", [0]), ("0-4", [0, 1, 2, 3, 4]), ("7,3, 7", [7, 3]), ("0-1,5", [0, 1, 5])]
 )
 def test_seeds(text: str, seeds: list[int]) -> None:
-    assert cli._seeds(text, Experiment()) == seeds
+    assert parse_seeds(text) == seeds
 
 
 def test_methods_with_commas_inside() -> None:

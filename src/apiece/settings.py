@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin, get_type_hints
@@ -24,6 +25,17 @@ def parse_flag(text: str) -> tuple[list[str], Any]:
     except tomllib.TOMLDecodeError:
         parsed = value
     return path.strip().split("."), parsed
+
+
+def parse_seeds(text: str) -> list[int]:
+    """`0-2,7` → [0, 1, 2, 7]."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise ApieceError(f"--seeds takes 0-4 or 0,3,7, got {text!r}")
+        seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return list(dict.fromkeys(seeds))
 
 
 def nested(flags: list[str], base: Settings | None = None) -> dict[str, Any]:

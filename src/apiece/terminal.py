@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -32,6 +32,11 @@ from apiece import tune as tuning
 from apiece.data import anchored
 from apiece.folder import json_text
 from apiece.record import Groups
+
+OUTPUT = "Output"  # the panel of a command's help
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print JSON for a program to read.", rich_help_panel=OUTPUT)
+]
 
 out = Console()
 err = Console(stderr=True)

@@ -208,7 +208,7 @@ def _serve(
 
 
 def _keep_memory() -> None:
-    """Have glibc keep what is freed: large tensors would go back to the system and be zeroed at every step."""
+    """Have glibc keep what is freed: large tensors would go back to the system and be zeroed at each step."""
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is not None:
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD

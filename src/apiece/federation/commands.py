@@ -15,6 +15,7 @@ from apiece import experiment as experiments
 from apiece import settings, terminal
 from apiece.errors import ApieceError
 from apiece.experiment import Experiment
+from apiece.terminal import OUTPUT, JsonFlag
 
 app = typer.Typer(
     name="federate",
@@ -24,7 +25,7 @@ app = typer.Typer(
     "`pip install 'apiece[flower]'`. How to set one up: docs/federation.md.",
 )
 
-WHAT, WHO, ROUND, DOOR, WHERE = "What to train", "Who takes part", "A round", "The way in", "Output"
+WHAT, WHO, ROUND, DOOR = "What to train", "Who takes part", "A round", "The way in"
 
 
 def _option(panel: str, help: str, *names: str, metavar: str | None = None) -> Any:
@@ -45,8 +46,7 @@ Model = Annotated[str | None, _option(WHAT, "A model, `mlp(hidden=(64,32))` or `
 Rounds = Annotated[int | None, _option(WHAT, "Rounds.", "--rounds", "-r")]
 Cohort = Annotated[int | None, _option(WHAT, "Clients per round. Default: all that train.")]
 Seed = Annotated[int | None, _option(WHAT, "Seed of the training.")]
-Out = Annotated[Path | None, _option(WHERE, "Folder for the files. Default: in runs/.", "--out", "-o")]
-Json = Annotated[bool, _option(WHERE, "Print JSON for a program to read.", "--json")]
+Out = Annotated[Path | None, _option(OUTPUT, "Folder for the files. Default: in runs/.", "--out", "-o")]
 
 
 @app.command()
@@ -62,7 +62,7 @@ def demo(
     cohort: Cohort = None,
     seed: Seed = None,
     out: Out = None,
-    json: Json = False,
+    json: JsonFlag = False,
 ) -> None:
     """A whole federation on this machine: a server and clients as processes, TLS and keys on.
 
@@ -126,10 +126,10 @@ def server(
         bool, _option(DOOR, "Neither encrypt nor authenticate; clients say their names.", "--insecure")
     ] = False,
     resume: Annotated[
-        Path | None, _option(WHERE, "Go on with a federation that was interrupted: its folder.")
+        Path | None, _option(OUTPUT, "Go on with a federation that was interrupted: its folder.")
     ] = None,
     out: Out = None,
-    json: Json = False,
+    json: JsonFlag = False,
 ) -> None:
     """Serve a federation: wait for its clients, train with them, and print the table.
 
