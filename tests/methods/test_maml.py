@@ -1,9 +1,10 @@
 """MAML against plain autograd through the inner loop, and closed forms on quadratics.
 
-`Plain`, `one_client` and `Location` also serve the tests of FOMAML and Meta-SGD.
+`Plain`, `one_client` and `Location` also serve the tests of Meta-SGD.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ from apiece.engines.base import Engine
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
-from apiece.methods.fomaml import FOMAML
 from apiece.methods.maml import MAML
 from apiece.shard import Batch, Rows
 from apiece.train import Training
 from tests.worlds import CPU, cohort_shards, federation, servers
 
 SIZES = (7, 23, 1, 0, 12, 9)
+FOMAML = partial(MAML, first_order=True)
 ENGINES = [Sequential(CPU), Vectorized(CPU, 8)]
 Vector = dict[str, Tensor]
 
@@ -95,17 +96,21 @@ def assert_same(ours: Params, plain: Vector) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
 @pytest.mark.parametrize("batch_size", [0, 4])
-def test_equals_autograd_through_the_inner_loop(engine: Engine, batch_size: int) -> None:
+@pytest.mark.parametrize("first_order", [False, True])
+def test_equals_autograd_through_the_inner_loop_or_at_its_end(
+    engine: Engine, batch_size: int, first_order: bool
+) -> None:
     """Three rounds of four of six clients, of which two have no query and do not count; Adam."""
     local = Recipe(lr=0.3, batch_size=batch_size, steps=3)
-    method = MAML(local, Recipe(batch_size=0, steps=4), outer=Rule("adam", lr=0.05), support=0.6)
+    personal, outer = Recipe(batch_size=0, steps=4), Rule("adam", lr=0.05)
+    method = MAML(local, personal, outer, support=0.6, first_order=first_order)
     training, start = federation(method, engine, SIZES, 4, net)
     plain = Plain(training, dict(start.params), method.local, 0.6)
     theta = list(plain.theta.values())
     adam = torch.optim.Adam(theta, lr=0.05)
     server = start
     for index, after in enumerate(servers(training, start, 3)):
-        plain.set_gradients(index, through=True, learned=theta)
+        plain.set_gradients(index, through=not first_order, learned=theta)
         adam.step()
         assert_same(after.params, plain.theta)
         server = after
@@ -168,10 +173,11 @@ def test_without_an_inner_step_it_is_the_gradient_on_the_query() -> None:
     assert torch.equal(reply.update["theta"], other.update["theta"])
 
 
+@pytest.mark.parametrize("cls", [MAML, FOMAML])
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_client_without_a_query_has_no_weight(size: int) -> None:
+def test_a_client_without_a_query_has_no_weight(cls: Callable[..., Method], size: int) -> None:
     task = location()
-    reply = MAML().client_update(task, Model(task.init(0)), (), one_client(size))
+    reply = cls().client_update(task, Model(task.init(0)), (), one_client(size))
     assert float(reply.weight) == 0.0
     assert bool(reply.update["theta"].isfinite().all())
 

@@ -23,7 +23,6 @@ METHODS = {
     "fedper": "apiece.methods.fedper:FedPer",
     "fedprox": "apiece.methods.fedprox:FedProx",
     "fedrep": "apiece.methods.fedrep:FedRep",
-    "fomaml": "apiece.methods.fomaml:FOMAML",
     "ifca": "apiece.methods.ifca:IFCA",
     "l2gd": "apiece.methods.l2gd:L2GD",
     "lg_fedavg": "apiece.methods.lg_fedavg:LGFedAvg",
@@ -59,6 +58,12 @@ VARIANTS = {
     ),
     "fedavgm": Variant(
         "fedavg", {"outer": {"momentum": 0.9}}, "Hsu et al. 2019", "FedAvg whose server steps with momentum."
+    ),
+    "fomaml": Variant(
+        "maml",
+        {"first_order": True},
+        "Chen et al. 2018",
+        "FedMeta with first-order MAML: clients send the query's gradient at their adapted models.",
     ),
     "fedyogi": Variant(
         "fedopt", {"optimizer": "yogi"}, "Reddi et al. 2021", "FedOpt whose server steps with Yogi."

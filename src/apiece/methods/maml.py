@@ -5,7 +5,7 @@ Communication", 2018, Algorithm 1 (FedMeta with MAML).
     min_θ mean over clients u of L(θ_u, Q_u),  θ_u = θ − α∇L(θ, S_u)
 
 S_u and Q_u are client u's support and query. The gradient is taken through the inner step, so it holds second
-derivatives.
+derivatives. FOMAML (`first_order`; Finn et al., Section 5.2) takes it at θ_u, as if that did not depend on θ.
 
 Departures: the inner loop may have several steps, on batches of the support (the algorithm has one, on all of
 it). S_u and Q_u are the same in every round. A client without a query does not count in the mean. A client
@@ -42,6 +42,7 @@ class MAML(Method):
     personal: Recipe = Recipe()
     outer: Rule = Rule("adam", lr=0.01)  # lr is β
     support: float = 0.5  # share of a client's examples in S_u
+    first_order: bool = False  # leave the second derivatives out
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,11 +58,18 @@ class MAML(Method):
     def client_update(self, task: Task, broadcast: Model, client: Client, data: Shard) -> Reply:
         S, Q = data.split(self.support)
 
+        def adapted(theta: Params) -> Params:
+            return sgd(task.objective, theta, S, self.local)
+
         def query_loss(theta: Params) -> tuple[Tensor, Params]:
-            theta_u = sgd(task.objective, theta, S, self.local)
+            theta_u = adapted(theta)
             return task.objective(theta_u, Q.all()), theta_u
 
-        g, theta_u = grad(query_loss, has_aux=True)(broadcast.params)
+        if self.first_order:
+            theta_u = adapted(broadcast.params)
+            g = grad(task.objective)(theta_u, Q.all())
+        else:
+            g, theta_u = grad(query_loss, has_aux=True)(broadcast.params)
         return Reply(-g, weight=(Q.size > 0).float(), model=theta_u)
 
     def server_update(self, task: Task, server: Stepped, update: Params, round: Round) -> Stepped:
