@@ -78,11 +78,12 @@ FLAGS = (
     Flag("client_column", WHAT, "Your data's column of clients."),
     Flag("label_column", WHAT, "Your data's column of labels."),
     Flag("model", WHAT, "A model (`apiece models`): `mlp`, `mlp(hidden=(64,32))`, or `file.py:factory`."),
+    Flag("augment", WHAT, "Of images, in training: `crop_flip`, moved and mirrored at random; or `none`."),
     Flag("clients", WHAT, "Clients to deal the data to, if it has none of its own."),
     Flag(
         "partition",
         WHAT,
-        "How to deal: `iid`, `dirichlet:ALPHA[:MIN]`, `classes:K`, `power:SIGMA[:K[:FLOOR]]`, "
+        "How to deal: `iid`, `dirichlet:ALPHA[:MIN]`, `classes:K`, `pieces:K`, `power:SIGMA[:K[:FLOOR]]`, "
         "`lognormal:MEAN:SIGMA:K[:MORE]`, `uniform:K:LOW:HIGH` or `natural[:MOST]`; `auto` is `natural` for "
         "data with clients of its own, else `classes:4`.",
     ),
@@ -90,6 +91,7 @@ FLAGS = (
     Flag("test", WHAT, "Share of each client's examples held out; 0: the data's own test examples."),
     Flag("testers", WHAT, "Who holds examples out: `all` clients, or the `unseen` ones alone."),
     Flag("unseen", WHAT, "Share of the clients that never train, or from 1 on their number."),
+    Flag("unseen_pick", WHAT, "Which clients never train: drawn at `random`, or the `last`."),
     Flag("proxy", WHAT, "Share of the seen clients' training examples that becomes the server's own."),
     Flag("also", WHAT, "Another dataset to score as well, its clients as newcomers; may be repeated."),
     Flag("start", WHAT, "A run's folder or a .safetensors file whose model to start from."),

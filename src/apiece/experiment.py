@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from apiece import catalog
-from apiece.data.federated import TESTERS
+from apiece.augment import AUGMENTATIONS
+from apiece.data.federated import PICKS, TESTERS
 from apiece.errors import ApieceError, unknown
 from apiece.method import Method
 from apiece.sample import SAMPLERS
@@ -42,12 +43,14 @@ class Experiment:
     client_column: str = "client"
     label_column: str = "label"
     model: str = "mlp"
+    augment: str = "none"  # of images, in training: crop_flip
     clients: int = 30
     partition: str = "auto"  # natural clients where the data has them, else classes:4
     partition_seed: int = 0
     test: float = 0.25  # share of each client's examples held out; 0: the data's own test examples
     testers: str = "all"  # who holds examples out: all clients, or the unseen ones alone
     unseen: float = 0.2  # share of clients that never train; from 1 on their number
+    unseen_pick: str = "random"  # which clients those are: drawn, or the last
     proxy: float = 0.0  # share of the seen clients' training examples that becomes the server's
     also: tuple[str, ...] = ()  # other datasets to score as well, their clients as newcomers
     start: str = ""  # a run's folder or a .safetensors file to start from; else drawn from the seed
@@ -97,6 +100,8 @@ class Experiment:
         for name, options in (
             ("on_nan", ("stop", "skip")),
             ("testers", TESTERS),
+            ("unseen_pick", PICKS),
+            ("augment", tuple(AUGMENTATIONS)),
             ("store", (AUTO, "memory", "mapped")),
             ("engine", ENGINES),
             ("sampler", tuple(SAMPLERS)),

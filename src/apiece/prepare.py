@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from apiece import data as datasets
 from apiece import models, random, tree
+from apiece.augment import AUGMENTATIONS
 from apiece.choice import Choice, Option, build, choose, fitting, pick_device, rebuild
 from apiece.data.federated import Clients, Examples, Federated, Ints, resident
 from apiece.engines.base import Engine, Federation
@@ -91,6 +92,7 @@ def load_data(experiment: Experiment, examples: Examples | None = None) -> Clien
         key=random.fold(experiment.partition_seed, "partition"),
         proxy=experiment.proxy,
         testers=experiment.testers,
+        unseen_pick=experiment.unseen_pick,
         data_dir=experiment.data_dir,
         client_column=experiment.client_column,
         label_column=experiment.label_column,
@@ -128,6 +130,7 @@ def prepare(
     task = models.build(experiment.model, data.input_shape, data.classes, device)
     if computing.type == "cuda" and experiment.precision == "bf16":
         task = replace(task, precision=torch.bfloat16)
+    task = replace(task, augment=AUGMENTATIONS[experiment.augment])
     engines = _engines(task, experiment, data)
     layers = choice.layers if choice else _layers(task, engines, method, experiment, data, cluster)
     if beside is not None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apiece import random, tree
+from apiece.augment import Augment
 from apiece.errors import ApieceError
 from apiece.params import Params
 from apiece.random import Key
@@ -152,6 +153,7 @@ class Task:
     proxy: Shard | None = None
     prior: Params | None = None
     penalties: tuple[Penalty, ...] = ()
+    augment: Augment | None = None  # what training sees of a batch's x
     precision: torch.dtype = torch.float32  # of the model's arithmetic; params and losses stay as they are
     # Structure and constant buffers, built once: copies of a task share it. Its parameters are never read.
     module: nn.Module = _UNBUILT
@@ -196,7 +198,9 @@ class Task:
         return self.criterion(self.predict(params, batch.x), batch)
 
     def objective(self, params: Params, batch: Batch) -> Tensor:
-        """What training minimises: the data loss under dropout, plus penalties."""
+        """What training minimises: the data loss under augmentation and dropout, plus penalties."""
+        if self.augment is not None:
+            batch = batch._replace(x=self.augment(batch.x, random.fold(batch.key, "augment")))
         outputs = self.predict(params, batch.x, batch.key)
         value = self.criterion(outputs, batch)
         for penalty in self.penalties:

@@ -75,7 +75,8 @@ class Training:
     def close(self, server: Server, opened: Member, outcome: Outcome) -> Closed:
         method, cohort, data = self.federation.method, opened.cohort, opened.cohort.data
         round = opened.round._replace(replies=outcome.finite.sum())
-        updated = method.server_update(self.federation.task, server, outcome.update, round)
+        with self.engine.serving():
+            updated = method.server_update(self.federation.task, server, outcome.update, round)
         # Contiguous, as a checkpoint gives them back: sums over another layout may round otherwise.
         server = tree.contiguous(tree.where(outcome.weight > 0, updated, server))
         size = 0 if method.pooled else len(cohort.ids)

@@ -128,6 +128,13 @@ def test_unseen_is_a_share_or_a_number_of_clients(unseen):
         federate(examples(4), parts_of([4]), ["p"], 0, unseen=unseen)
 
 
+def test_the_last_clients_may_be_the_unseen_ones():
+    data = federate(examples(20), parts_of([4] * 5), list("pqrst"), 0, unseen=2, unseen_pick="last")
+    assert data.seen.tolist() == [True, True, True, False, False]
+    with pytest.raises(ApieceError, match="unknown unseen_pick 'first'"):
+        federate(examples(4), parts_of([2, 2]), ["p", "q"], 0, unseen=1, unseen_pick="first")
+
+
 @pytest.mark.parametrize(("unseen", "count"), [(0.0, 0), (0.5, 5), (1.0, 1), (9.0, 9)])
 def test_unseen_clients_are_counted_from_one_on(unseen, count):
     data = federate(examples(80), parts_of([8] * 10), list("abcdefghij"), 0, unseen=unseen)

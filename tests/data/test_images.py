@@ -177,6 +177,14 @@ def test_standardized_in_blocks_is_standardized(monkeypatch):
     np.testing.assert_allclose(found, (x - x.mean(0)) / x.std(0), atol=1e-5)
 
 
+def test_normalized_is_over_all_pixels_of_the_training_examples():
+    """0, 4, 10 and 10: mean 6, mean square 54, deviation √18; the test pixels 6 and 15 become 0 and 9/√18."""
+    found = prepared(images([[[[0, 4]]], [[[10, 10]]], [[[6, 15]]]], [False, False, True]), ["normalized"])
+    assert found.x.dtype == np.float32
+    np.testing.assert_allclose(found.x.reshape(3, 2) * 18**0.5, [[-6, -2], [4, 4], [0, 9]], atol=1e-6)
+    assert prepared(images([[[[7, 7]]]]), ["normalized"]).x.tolist() == [[[[0, 0]]]]
+
+
 def test_scaled_lies_between_minus_one_and_one():
     found = prepared(images([[[[0, 51, 255]]]]), ["scaled"])
     assert found.x.dtype == np.float32
@@ -195,7 +203,8 @@ def test_words_are_carried_out_in_one_order_however_written(tmp_path):
     [
         ("cifar10(gray)", "unknown word behind cifar10 'gray': did you mean 'grey'"),
         ("cifar10()", "unknown word behind cifar10 ''"),
-        ("cifar10(scaled,standardized)", "either standardized or scaled"),
+        ("cifar10(scaled,standardized)", "either scaled or standardized"),
+        ("cifar10(normalized,scaled)", "either normalized or scaled"),
         ("vehicle(grey)", "nothing stands in parentheses behind vehicle: write vehicle"),
     ],
 )

@@ -52,7 +52,7 @@ def test_every_row_goes_to_exactly_one_client_and_the_deal_is_a_function_of_the_
         assert same(parts, again)
 
 
-@pytest.mark.parametrize("spec", ["iid", "dirichlet:1", "classes:2", "power:1"])
+@pytest.mark.parametrize("spec", ["iid", "dirichlet:1", "classes:2", "pieces:2", "power:1"])
 def test_another_key_deals_otherwise(spec):
     data = examples(np.arange(200) % 4)
     assert not same(deal(spec, data, 10, 0)[0], deal(spec, data, 10, 1)[0])
@@ -178,6 +178,29 @@ def test_classes_are_equal_pieces_of_different_classes(sizes, clients, data, key
     if min(sizes) >= clients:
         holders = (held > 0).sum(axis=0)
         assert holders.max() - holders.min() <= 1
+
+
+@quick
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.integers(1, 30), keys)
+def test_pieces_are_equal_and_may_be_of_one_class(classes, each, k, size, key):
+    """Classes of `size` rows in `each` pieces or a row more; clients of k pieces, dealt out whole."""
+    clients = classes * each
+    assume(each * k <= size)
+    parts, _ = deal(f"pieces:{k}", examples(np.arange(classes * size) % classes), clients, key)
+    assert_partition(parts, classes * size)
+    least = size // (each * k)
+    for part in parts:
+        held = Counter(part % classes).values()
+        assert sum(held) in range(k * least, k * (least + 1) + 1)
+        assert len(held) <= k
+
+
+def test_pieces_repeat_as_often_as_chance_has_it():
+    """20 pieces of each of ten classes: two pieces are of one class with probability 19/199, of 300 · 100."""
+    data = examples(np.repeat(np.arange(10), 100))
+    dealt = [deal("pieces:2", data, 100, key)[0] for key in range(300)]
+    alone = sum(len(set(part // 100)) == 1 for parts in dealt for part in parts)
+    assert abs(alone / 30_000 - 19 / 199) < 4 * (0.0955 * 0.9045 / 30_000) ** 0.5
 
 
 def test_class_pairs_are_mixed():

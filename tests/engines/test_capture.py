@@ -25,6 +25,7 @@ from apiece.methods.l2gd import L2GD
 from apiece.methods.maml import MAML
 from apiece.methods.reptile import Reptile
 from apiece.methods.scaffold import Scaffold
+from apiece.prepare import prepare
 from apiece.sample import uniform
 from apiece.store import Store
 from apiece.train import Training, assemble
@@ -97,6 +98,22 @@ def test_replays_never_use_a_stale_number(long: int, monkeypatch: pytest.MonkeyP
             if isinstance(b, torch.Tensor) and b.is_floating_point() and b.numel():
                 assert (a - b).abs().max() <= 1e-5 * b.abs().max().clamp(min=1.0), (method, path)
     assert engine.captures >= (len(METHODS) if long > 6 else 1)
+
+
+@pytest.mark.parametrize("name", ["fedpa", "feddf", "fedmeta_proxy"])
+def test_what_a_server_trains_is_replayed(name: str) -> None:
+    """Five passes over the proxy in batches of 20; the CPU's server to 1e-4: ten steps of Adam amplify."""
+    slot = {"feddf": "distill", "fedmeta_proxy": "meta"}.get(name, "aggregator")
+    settings = {slot: {"batch_size": 20, "epochs": 5, "steps": 0}}
+    ends = []
+    for device in ("cuda", "cpu"):
+        described = Experiment(method=name, settings=settings, proxy=0.1, device=device, precision="fp32")
+        session = prepare(replace(described, engine="vectorized", rounds=3), None, None)
+        with torch.no_grad():
+            *_, last = session.training.rounds(session.server, 0, 3)
+        ends.append(tree.to(session.training.broadcast(last.server, 3).params, "cpu"))
+    for name, ours in ends[0].items():
+        torch.testing.assert_close(ours, ends[1][name], rtol=1e-4, atol=1e-4)
 
 
 def test_graphs_are_reused_over_rounds() -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
 import torch
 
-from apiece import catalog, tree
+from apiece import Experiment, catalog, tree
 from apiece.engines.base import Program
 from apiece.engines.stepwise import PLAIN, Action, Stepwise
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
 from apiece.local import looping
 from apiece.method import Method
+from apiece.prepare import prepare
 from apiece.tree import Tree
 from tests.worlds import CPU, federation, normalized_net
 
+NAMES = catalog.names()
 SIZES = (0, 1, 4, 9, 17, 25, 12)
 # 5 examples a batch: the last one of a pass is shorter for most widths, and comes once in a pass.
 LOCAL = {"batch_size": 5, "epochs": 4}
@@ -27,7 +30,7 @@ class Counting(Vectorized):
 
     def __init__(self) -> None:
         super().__init__(CPU, 64)
-        self.steps = self.recorded = self.replayed = 0
+        self.steps = self.recorded = self.replayed = self.served = 0
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         stepwise = Stepwise(self.record)
@@ -35,6 +38,16 @@ class Counting(Vectorized):
             answer = super().each(program, shared, clients)
         self.steps += stepwise.steps
         return answer
+
+    def serving(self) -> AbstractContextManager[None]:
+        def record(action: Action) -> Action:
+            def replay() -> None:
+                self.served += 1
+                action()
+
+            return replay
+
+        return looping(Stepwise(record, under=0))
 
     def record(self, action: Action) -> Action:
         self.recorded += 1
@@ -61,9 +74,7 @@ def longer(method: Method) -> Method:
     return replace(method, local=method.local._replace(**LOCAL, steps=0))  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in catalog.names() if not catalog.build(catalog.example(n), {}).needs_proxy]
-)
+@pytest.mark.parametrize("name", [n for n in NAMES if not catalog.build(catalog.example(n), {}).needs_proxy])
 def test_every_method_is_the_same_stepwise(name: str) -> None:
     method = catalog.build(catalog.example(name), {})
     if any(f == "local" for f in getattr(method, "__dataclass_fields__", {})):
@@ -71,6 +82,30 @@ def test_every_method_is_the_same_stepwise(name: str) -> None:
     plain, stepwise = trained(method, Vectorized(CPU, 64)), trained(method, Counting())
     for a, b in zip(tree.tensors(plain), tree.tensors(stepwise), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if catalog.build(catalog.example(n), {}).needs_proxy])
+def test_what_a_server_trains_is_the_same_stepwise(name: str) -> None:
+    """On digits: five passes over 100 proxy examples or so in batches of 20, the last ones shorter."""
+    slot = {"feddf": "distill", "fedmeta_proxy": "meta"}.get(name, "aggregator")
+    described = Experiment(
+        method=catalog.example(name),
+        settings={slot: {"batch_size": 20, "epochs": 5, "steps": 0}},
+        rounds=2,
+        cohort=2,
+        proxy=0.1,
+        engine="vectorized",
+        threads=1,
+    )
+    session = prepare(described, None, None)
+    ends, engine = [], Counting()
+    for way in (Vectorized(CPU, 64), engine):
+        training = replace(session.training, engine=way)
+        with torch.no_grad():
+            ends.append([closed.server for closed in training.rounds(session.server, 0, 2)])
+    for a, b in zip(*map(tree.tensors, ends), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert engine.served >= 2 * 10
 
 
 def test_most_steps_are_replayed() -> None:

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def terms(method: str = "scaffold") -> Terms:
     root = random.fold(0, "apiece")
-    return Terms("run-1", method, {}, MODEL, SHAPE, LABELS, 0.25, random.fold(0, "partition"), root)
+    return Terms("run-1", method, {}, MODEL, "none", SHAPE, LABELS, 0.25, random.fold(0, "partition"), root)
 
 
 def request(method: str, round: int, ack: int, what: str = TRAIN, start: bool = True) -> Message:

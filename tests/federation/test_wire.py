@@ -98,7 +98,9 @@ def test_other_trees_of_the_message_are_none_of_its_business() -> None:
 
 
 def terms(**changes: Any) -> Terms:
-    given = Terms("run-1", "fedec", {"alpha": 0.5}, "mlp(hidden=4)", (5,), ("a", "ä"), 0.25, -(2**62), 2**61)
+    given = Terms(
+        "run-1", "fedec", {"alpha": 0.5}, "mlp(hidden=4)", "none", (5,), ("a", "ä"), 0.25, -(2**62), 2**61
+    )
     return given._replace(**changes)
 
 

@@ -238,6 +238,7 @@ def prepare(
     unseen: float = 0.2,
     proxy: float = 0.0,
     testers: str = "all",
+    unseen_pick: str = "random",
     data_dir: str = "",
     client_column: str = "client",
     label_column: str = "label",
@@ -252,7 +253,7 @@ def prepare(
     if source is not None:
         if test == 0.0:
             raise _no_own_test(name)
-        lazy = lazily(source, clients, key, test, unseen, testers)
+        lazy = lazily(source, clients, key, test, unseen, testers, unseen_pick)
         return resident(lazy, "a proxy set") if proxy else lazy
     if examples is None:
         examples = load(
@@ -271,7 +272,7 @@ def prepare(
     if test == 0.0 and examples.test is None:
         raise _no_own_test(name)
     parts, names = deal(partition, examples, clients, key, own_test=test == 0.0)
-    data = federate(examples, parts, names, key, test, unseen, proxy, testers)
+    data = federate(examples, parts, names, key, test, unseen, proxy, testers, unseen_pick)
     return replace(data, partition=partition)
 
 

@@ -210,6 +210,7 @@ class Federated(Clients):
 
 
 TESTERS = ("all", "unseen")
+PICKS = ("random", "last")
 
 
 def federate(
@@ -221,6 +222,7 @@ def federate(
     unseen: float = 0.2,
     proxy: float = 0.0,
     testers: str = "all",
+    unseen_pick: str = "random",
 ) -> Federated:
     """Split each client's rows into train and test, and the clients into seen and unseen.
 
@@ -231,7 +233,7 @@ def federate(
     check_share("test", test)
     check_share("proxy", proxy)
     examples, parts = _dealt_alone(examples, parts)
-    seen = draw_seen(len(parts), unseen, key)
+    seen = draw_seen(len(parts), unseen, key, unseen_pick)
     holds_out = draw_testers(seen, testers)
 
     def split(client: int, rows: Ints) -> tuple[Ints, Ints]:
@@ -289,15 +291,21 @@ def count_held_out(size: int | Ints, share: float) -> Ints:
     return counts
 
 
-def draw_seen(count: int, unseen: float, key: int) -> NDArray[np.bool_]:
-    """Which of so many clients may train; `unseen` is a share of them, or from 1 on their number."""
+def draw_seen(count: int, unseen: float, key: int, pick: str = "random") -> NDArray[np.bool_]:
+    """Which of so many clients may train; `unseen` is a share of them, or from 1 on their number.
+
+    pick: who may not, `random` ones or the `last`.
+    """
+    if pick not in PICKS:
+        raise unknown("unseen_pick", pick, PICKS)
     if not (unseen >= 0.0 and (unseen < 1.0 or unseen % 1.0 == 0.0)):
         raise ApieceError(f"unseen must be a share in [0, 1) or a whole number of clients, got {unseen}")
     left_out = round(unseen * count) if unseen < 1.0 else int(unseen)
     if left_out >= count:
         raise ApieceError(f"unseen = {unseen:g} leaves none of {count} clients to train with")
     seen = np.ones(count, dtype=bool)
-    seen[random.choose(random.fold(key, "unseen"), left_out, count)] = False
+    drawn = random.choose(random.fold(key, "unseen"), left_out, count)
+    seen[np.arange(count - left_out, count) if pick == "last" else drawn] = False
     return seen
 
 

@@ -1,7 +1,7 @@
 """What may stand in parentheses behind the name of an image dataset: `cifar10(train,grey)`.
 
-Images are bytes of shape (examples, channels, height, width), 255 standing for 1, until one of `standardized`
-and `scaled` makes 32-bit floats of them.
+Images are bytes of shape (examples, channels, height, width), 255 standing for 1, until one of
+`standardized`, `normalized` and `scaled` makes 32-bit floats of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def prepared(examples: Examples, words: Sequence[str]) -> Examples:
     for word in words:
         if word not in WORDS:
             raise unknown("way to prepare images", word, WORDS)
-    if {"standardized", "scaled"} <= set(words):
-        raise ApieceError("images are either standardized or scaled: leave one of the words out")
+    if len(both := [word for word in words if word in FLOATS]) > 1:
+        raise ApieceError(f"images are either {' or '.join(both)}: leave one of the words out")
     for word, step in WORDS.items():
         if word in words:
             examples = step(examples)
@@ -48,8 +48,8 @@ def _grey(examples: Examples) -> Examples:
     return replace(examples, x=grey)
 
 
-def _standardized(examples: Examples) -> Examples:
-    """Mean 0 and deviation 1 of every pixel over the training examples; 0 where it does not vary."""
+def _moments(examples: Examples) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of every pixel over the training examples: its mean, and that of its square."""
     train = np.ones(len(examples.y), dtype=bool) if examples.test is None else ~examples.test
     shape = examples.x.shape[1:]
     total, squares = np.zeros(shape), np.zeros(shape)
@@ -58,9 +58,22 @@ def _standardized(examples: Examples) -> Examples:
         total += some.sum(axis=0)
         squares += (some**2).sum(axis=0)
     count = max(int(train.sum()), 1)
-    mean = total / count
-    deviation = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
+    return total / count, squares / count
+
+
+def _standardized(examples: Examples) -> Examples:
+    """Mean 0 and deviation 1 of every pixel over the training examples; 0 where it does not vary."""
+    mean, square = _moments(examples)
+    deviation = np.sqrt(np.maximum(square - mean**2, 0.0))
     deviation[deviation == 0.0] = 1.0
+    return _as_floats(examples, lambda some: (some - mean) / deviation)
+
+
+def _normalized(examples: Examples) -> Examples:
+    """Mean 0 and deviation 1 of all pixels of the training examples together."""
+    means, squares = _moments(examples)
+    mean = means.mean()
+    deviation = np.sqrt(squares.mean() - mean**2) or 1.0
     return _as_floats(examples, lambda some: (some - mean) / deviation)
 
 
@@ -69,10 +82,12 @@ def _scaled(examples: Examples) -> Examples:
     return _as_floats(examples, lambda some: some / 127.5 - 1.0)
 
 
+FLOATS = ("standardized", "normalized", "scaled")
 WORDS: dict[str, Callable[[Examples], Examples]] = {
     "train": _train,
     "grey": _grey,
     "standardized": _standardized,
+    "normalized": _normalized,
     "scaled": _scaled,
 }
 

@@ -105,11 +105,12 @@ def lazily(
     test: float = 0.25,
     unseen: float = 0.2,
     testers: str = "all",
+    unseen_pick: str = "random",
 ) -> Lazy:
     """What `federate` makes of the source's clients 0 … clients − 1, one by one and when asked."""
     check_share("test", test)
     x, y = source.make(0)
-    seen = draw_seen(clients, unseen, key)
+    seen = draw_seen(clients, unseen, key, unseen_pick)
     return Lazy(
         source=source,
         x=tree.map(lambda array: with_padding(array[:0]), x),

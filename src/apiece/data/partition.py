@@ -1,12 +1,12 @@
 """Partitions: which rows each client gets, as a function of the labels, the spec and a key.
 
-A spec is a name and its parameters: `natural`, `iid`, `dirichlet:0.1:10`, `classes:2`, `power:2:2:5`,
-`lognormal:4:1:3:5` or `uniform:2:10:20`.
+A spec is a name and its parameters: `natural`, `iid`, `dirichlet:0.1:10`, `classes:2`, `pieces:2`,
+`power:2:2:5`, `lognormal:4:1:3:5` or `uniform:2:10:20`.
 
 Departures:
 - dirichlet (Hsu et al. 2019; Li et al. 2022): the shares of the clients are drawn class by class, as Li et
   al. write it; their code also stops giving to a client that already has n / clients rows, this does not.
-- classes (FedRep, FedEC): FedEC lets a client draw one class twice; here its classes differ.
+- classes: a client's classes differ. FedRep's and FedEC's clients may draw a class twice: that is pieces.
 - power with classes (FedProx's MNIST): their script rounds sizes down and passes over what does not fit,
   which leaves about 1 % undealt; this deals every row. Which classes a client has is drawn, theirs are
   neighbours.
@@ -128,6 +128,21 @@ def _classes(y: Ints, clients: int, key: int, per_client: int) -> list[Ints]:
         for client, piece in zip(holders, np.array_split(rows, len(holders)), strict=True):
             parts[client].append(piece)
     return [np.concatenate(part) for part in parts]
+
+
+def _any_pieces(y: Ints, clients: int, key: int, per_client: int) -> list[Ints]:
+    """Every class is cut into equal pieces, and a client gets `per_client` of them, whatever their class."""
+    draw = generator(key)
+    by_class = _rows_by_class(y, draw)
+    wanted = clients * per_client
+    if wanted < len(by_class):
+        raise _undealt(clients, per_client, len(by_class))
+    counts = _pieces(np.array([len(rows) for rows in by_class]), wanted, wanted)
+    if counts.sum() < wanted:
+        raise ApieceError(f"{len(y)} examples cannot be cut into {wanted} pieces: ask for fewer")
+    pieces = [p for rows, n in zip(by_class, counts, strict=True) for p in np.array_split(rows, n)]
+    order = draw.permutation(wanted).reshape(clients, per_client)
+    return [np.concatenate([pieces[piece] for piece in mine]) for mine in order]
 
 
 def _held(
@@ -295,6 +310,7 @@ _PARAMETERS: dict[str, tuple[_Parameter, ...]] = {
     "iid": (),
     "dirichlet": (_Parameter("ALPHA", float, 1e-9), _Parameter("MIN", int, 0, default=2)),
     "classes": (_Parameter("K", int, 1),),
+    "pieces": (_Parameter("K", int, 1),),
     "power": (
         _Parameter("SIGMA", float, 0.0),
         _Parameter("K", int, 0, default=0),
@@ -314,6 +330,7 @@ _DEALERS: dict[str, Callable[..., list[Ints]]] = {
     "iid": _iid,
     "dirichlet": _dirichlet,
     "classes": _classes,
+    "pieces": _any_pieces,
     "power": _power,
     "lognormal": _lognormal,
     "uniform": _uniform,

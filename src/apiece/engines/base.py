@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
@@ -46,6 +47,10 @@ class Engine(ABC):
     @abstractmethod
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         """`program(shared, *client)` of every client; `clients` and the answer have an axis of them."""
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Around what a server computes: its loops, too, may be run the engine's way."""
+        return nullcontext()
 
     def answers(self, calls: Iterable[Call]) -> Iterator[Tree]:
         """What `each` answers to calls of one method and task, in their order; errors tell whose they are."""

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -161,6 +162,9 @@ class Captured(Vectorized):
         stepwise = Stepwise(self._steps.record)
         with looping(stepwise):
             return super().each(program, shared, clients), stepwise.steps
+
+    def serving(self) -> AbstractContextManager[None]:
+        return looping(Stepwise(self._steps.record, under=0))
 
     def _finished(self, begun: _Begun) -> Tree:
         if begun.lane is not None and begun.done is not None:

@@ -1,4 +1,5 @@
-"""Long loops under `vmap`: a step is recorded once in a call and replayed for the rest of its batches.
+"""Long loops, of clients under `vmap` and of a server: a step is recorded once in a call and replayed for the
+rest of its batches.
 
 A whole program of a thousand steps takes seconds to record, and every width of shards is another program. One
 step takes milliseconds, and what else it reads (anchors, memories, the broadcast) stays where it is for the
@@ -24,15 +25,17 @@ Record = Callable[[Action], Action]  # what a recording of the action does when 
 
 
 class Stepwise:
-    """A looper (`apiece.local.looping`); counts the steps it has run."""
+    """A looper (`apiece.local.looping`) of loops under so many transformations; counts the steps it has run.
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    under: 1 for clients, under `vmap`; 0 for a server. Under `grad`, too, a replay would have no derivative.
+    """
+
+    def __init__(self, record: Record, under: int = 1) -> None:
+        self._record, self._under = record, under
         self.steps = 0
 
     def __call__(self, step: Callable[[Any, Batch], Any], carry: Any, batches: Iterable[Batch]) -> Any:
-        # Under `grad` as well, what is replayed would have no derivative.
-        whole = len(torch._C._functorch.get_interpreter_stack() or ()) == 1
+        whole = len(torch._C._functorch.get_interpreter_stack() or ()) == self._under
         plain: Counter[Any] = Counter()  # steps that were not replayed, by kind
         replays: dict[Any, tuple[Batch, Action]] = {}
         held: Any = None  # the carry, once it has a place of its own

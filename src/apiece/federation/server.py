@@ -188,6 +188,7 @@ def _terms(plan: Plan) -> Terms:
         e.method,
         e.settings,
         e.model,
+        e.augment,
         plan.input_shape,
         plan.label_names,
         e.test,

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apiece import catalog, models, tree
-from apiece.errors import ApieceError
+from apiece.augment import AUGMENTATIONS
+from apiece.errors import ApieceError, unknown
 from apiece.method import Broadcast, Method, Round
 from apiece.params import Params
 from apiece.task import Task
@@ -86,6 +87,7 @@ class Terms(NamedTuple):
     method: str
     settings: Mapping[str, Any]
     model: str
+    augment: str
     input_shape: tuple[int, ...]
     label_names: tuple[str, ...]
     test: float  # share of each client's examples held out
@@ -114,7 +116,9 @@ class Terms(NamedTuple):
                     f"the module installed, or in the folder where the command is started, on every machine"
                 )
         task = models.build(self.model, self.input_shape, len(self.label_names), device)
-        return catalog.build(self.method, self.settings), task
+        if self.augment not in AUGMENTATIONS:
+            raise unknown("augment", self.augment, AUGMENTATIONS)
+        return catalog.build(self.method, self.settings), replace(task, augment=AUGMENTATIONS[self.augment])
 
 
 def structure(method: Method, task: Task, start: Params) -> Broadcast:

@@ -13,7 +13,7 @@ from apiece.task import Dropout
 def tff_cnn(input_shape: tuple[int, ...], classes: int, dropout: bool = True) -> nn.Module:
     """Two 3x3 convolutions, max-pooling, a dense layer: 1,206,590 parameters for 28x28 images, 62 classes."""
     incoming, height, width = image = image_shape(input_shape, least=6)
-    return nn.Sequential(
+    network = nn.Sequential(
         OrderedDict(
             rows=nn.Flatten(),
             image=nn.Unflatten(1, image),
@@ -30,3 +30,8 @@ def tff_cnn(input_shape: tuple[int, ...], classes: int, dropout: bool = True) ->
             head=nn.Linear(128, classes),
         )
     )
+    for layer in network.children():
+        if isinstance(layer, nn.Conv2d | nn.Linear):  # as Keras begins
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return network
