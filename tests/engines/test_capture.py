@@ -112,8 +112,8 @@ def test_what_a_server_trains_is_replayed(name: str) -> None:
         with torch.no_grad():
             *_, last = session.training.rounds(session.server, 0, 3)
         ends.append(tree.to(session.training.broadcast(last.server, 3).params, "cpu"))
-    for name, ours in ends[0].items():
-        torch.testing.assert_close(ours, ends[1][name], rtol=1e-4, atol=1e-4)
+    for path, ours in ends[0].items():
+        torch.testing.assert_close(ours, ends[1][path], rtol=1e-4, atol=1e-4)
 
 
 def test_graphs_are_reused_over_rounds() -> None:
