@@ -83,6 +83,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--unseen 0.99", "unseen = 0.99 leaves none of 8 clients to train with"),
         ("--unseen 8", "unseen = 8 leaves none of 8 clients to train with"),
         ("--testers seen", "unknown testers 'seen'"),
+        ("--unseen-pick first", "unknown unseen_pick 'first'"),
+        ("--target 80", "target is a score between 0 and 1, 0.8 for 80 %, got 80"),
+        ("--data digits[0-20]", "classes [0-20]: there are 10, from 0 to 9"),
     ],
 )
 def test_refused_before_anything_is_written(here: Path, arguments: str, message: str) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import statistics
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from apiece import cli, experiment, session
+from apiece import cli, experiment, session, terminal
 from apiece.check import Finding
 from apiece.data import DATASETS
 from apiece.experiment import Experiment
@@ -564,6 +565,26 @@ def test_lists() -> None:
     assert "elastic(…)" in apiece("methods").out
     assert "PATH" in apiece("datasets").out
     assert "file.py:factory" in apiece("models").out
+
+
+def test_a_narrow_terminal_shows_names_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.out, "_width", 80)
+    narrow = apiece("methods").out
+    assert "personalized_fedavg " in narrow
+    assert "Left out, for the terminal is narrow: kind, paper, up, down, keeps." in narrow
+    monkeypatch.setattr(terminal.out, "_width", 200)
+    assert "McMahan et al. 2017" in apiece("methods").out
+
+
+def test_a_wrapper_around_something_shows_the_settings_of_both() -> None:
+    text = apiece("methods", "guarded(ditto)").out
+    assert "held_out = 0.2" in text
+    assert "[settings.inner.personal]" in text
+    assert "--set inner.local.lr=0.1" in text
+
+
+def test_the_version() -> None:
+    assert apiece("--version").out == f"apiece {version('apiece')}\n"
 
 
 def test_one_method_shows_its_settings_as_a_file_has_them(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -47,6 +48,21 @@ app = typer.Typer(
 
 
 app.add_typer(federate)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"apiece {version('apiece')}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Holds what is asked of the command itself."""
 
 
 WHAT, HOW = "What to train", "How to run"
@@ -441,7 +457,10 @@ def report(
 @app.command()
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="One method: show its settings and their defaults.")
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="One method, or `wrapper(method)`: its settings and their defaults."
+        ),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -641,7 +660,8 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _one_method(name: str, as_json: bool) -> None:
-    method, described = catalog.build(catalog.example(name), {}), catalog.describe(name)
+    method = catalog.build(name if "(" in name else catalog.example(name), {})
+    described = catalog.describe(name.partition("(")[0].strip())
     table = catalog.settings_of(method)
     if as_json:
         facts = {"name": name, **described._asdict(), **traffic(method)._asdict(), "settings": table}
@@ -651,7 +671,9 @@ def _one_method(name: str, as_json: bool) -> None:
     typer.echo(", ".join(part for part in described[:2] if part))
     sizes = traffic(method)
     typer.echo(f"per round, in model sizes: {sizes.up:.2g} up, {sizes.down:.2g} down; keeps {sizes.memory}")
-    typer.echo("\nSettings, as in an experiment file (on the command line: --set local.lr=0.1):")
+    slots = [key for key, value in table.items() if isinstance(value, dict) and "local" in value]
+    path = ".".join([*slots[:1], "local.lr"])
+    typer.echo(f"\nSettings, as in an experiment file (on the command line: --set {path}=0.1):")
     typer.echo(settings.to_toml({"settings": table}))
 
 

@@ -95,6 +95,8 @@ class Experiment:
         ):
             if getattr(self, name) < least:
                 raise ApieceError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0.0 <= self.target <= 1.0:
+            raise ApieceError(f"target is a score between 0 and 1, 0.8 for 80 %, got {self.target:g}")
         if self.engine.startswith("processes") and self.threads > 1:
             raise ApieceError("each of the processes has one thread: leave --threads out")
         for name, options in (

@@ -93,6 +93,9 @@ class Method(ABC):
                 )
 
     def __post_init__(self) -> None:
+        for name in ("local", "personal"):
+            if not hasattr(self, name):
+                raise TypeError(f"a method needs the field {name}: Recipe = Recipe()")
         local = self.local.over(DEFAULT).checked("local")
         object.__setattr__(self, "local", local)
         object.__setattr__(self, "personal", self.personal.over(local).checked("personal"))

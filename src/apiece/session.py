@@ -160,6 +160,8 @@ def reopen(folder: Path) -> Session:
     """The session of a run folder, with the engine it recorded."""
     if not (folder / "experiment.toml").exists():
         raise ApieceError(f"{folder} holds no run: there is no experiment.toml in it")
+    if (folder / "federation.json").exists():
+        raise ApieceError(f"{folder} is a federation: each client has its model on its own disk")
     experiment = experiments.read(folder / "experiment.toml")
     recorded = folder / "engine.json"
     try:

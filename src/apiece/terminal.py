@@ -41,6 +41,8 @@ JsonFlag = Annotated[
 out = Console()
 err = Console(stderr=True)
 
+WIDE, MANY = 130, 5  # columns of a terminal; of a table, from which on a narrow one shows two of them
+
 # What the terminal shows of the report's table; the last ones are left out where it is too narrow.
 COLUMNS = (
     ("seen", "initial"),
@@ -48,10 +50,9 @@ COLUMNS = (
     ("unseen", "initial"),
     ("unseen", "personalized"),
     ("seen", "harmed"),
+    ("unseen", "harmed"),
     ("cost", "time"),
 )
-
-WHAT, HOW, WHERE = "What to train", "How to run", "Output"
 
 
 @contextmanager
@@ -253,10 +254,16 @@ def show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
     if as_json:
         typer.echo(json_text(rows), nl=False)
         return
-    table = Table(*rows[0], box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    first, *_, last = rows[0]
+    names = list(rows[0]) if out.width >= WIDE or len(rows[0]) < MANY else [first, last]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, no_wrap=name == first)  # a name that is cut cannot be typed
     for row in rows:
-        table.add_row(*map(escape, row.values()))
+        table.add_row(*(escape(row[name]) for name in names))
     out.print(table)
+    if left_out := [name for name in rows[0] if name not in names]:
+        out.print(f"Left out, for the terminal is narrow: {', '.join(left_out)}.")
 
 
 def show_tables(tables: Mapping[str, reproducing.Table], results: Path, as_json: bool) -> None:

@@ -175,13 +175,15 @@ def _only(examples: Examples, text: str, renumbered: bool) -> Examples:
         kept |= set(range(int(first), int(last or first) + 1))
     if examples.y.ndim > 1:
         raise ApieceError(f"classes [{text}] cannot be chosen: an example has many labels")
+    if max(kept, default=0) >= examples.classes:
+        raise ApieceError(f"classes [{text}]: there are {examples.classes}, from 0 to {examples.classes - 1}")
     rows = np.isin(examples.y, sorted(kept))
     if not rows.any():
         raise ApieceError(f"there is no example of the classes [{text}]")
     some = examples.only(rows)
     if not renumbered:
         return some
-    numbers = np.array(sorted(label for label in kept if label < examples.classes))
+    numbers = np.array(sorted(kept))
     names = tuple(examples.label_names[label] for label in numbers)
     return replace(some, y=np.searchsorted(numbers, some.y), classes=len(names), label_names=names)
 
