@@ -433,9 +433,16 @@ def _digits(value: float) -> str:
 
 
 def padding_table(columns: dict[str, dict[str, Any]]) -> str:
-    heads = ("chunks", "padding", "the worst", "shapes rounded up", "the worst", "in a single chunk")
+    heads = {
+        "chunks": "chunks",
+        "waste": "padding",
+        "most_waste": "the worst",
+        "waste_with_rounding": "shapes rounded up",
+        "most_waste_with_rounding": "the worst",
+        "waste_in_one_chunk": "in a single chunk",
+    }
     lines = [
-        f"| padded steps per real step, 100 cohorts | {' | '.join(heads)} |",
+        f"| padded steps per real step, 100 cohorts | {' | '.join(heads.values())} |",
         "|---|" + "---:|" * len(heads),
     ]
     for name, c in columns.items():
@@ -443,7 +450,8 @@ def padding_table(columns: dict[str, dict[str, Any]]) -> str:
         if RAGGED in c["rows"]:
             found["ragged clients"] = c["rows"][RAGGED]["padding"]
         for what, figures in found.items():
-            lines.append(f"| {name}, {what} | {' | '.join(f'{x:.2f}' for x in figures.values())} |")
+            cells = (f"{figures[key]:.2f}" if key in figures else "–" for key in heads)
+            lines.append(f"| {name}, {what} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
