@@ -246,13 +246,16 @@ class _Probe:
         ratio = len(sizes) / min(len(sizes), PROBED_CLIENTS) / 2
         run = rounds * ratio * min(taken.values()) * sum(steps) / len(sizes)
         seconds = min(max(LEAST, SHARE * run), MOST)
-        batches = seconds / (ratio * sum(taken.values()))
+        batches = seconds / (ratio * sum(taken.values())) - 1  # one to warm up
         most = max(steps)
-        return min(REPEATS, max(1, int(batches / most))), min(most, int(batches))
+        return min(REPEATS, max(1, int(batches / most))), max(0, min(most, int(batches)))
 
     def rounds(self, options: Iterable[Option], repeats: int, batches: int) -> dict[Option, float]:
         """Seconds of a client phase: the best of some, by turns, for the machine may have other work."""
-        sketch, found = self._sketch(batches), dict.fromkeys(options, math.inf)
+        first, sketch = self._sketch(1), self._sketch(batches)
+        found = dict.fromkeys(options, math.inf)
+        for option in found:  # the room for a whole cohort's answers is made now
+            self._seconds(option, lambda engine: self._train(engine, first, self._cohort))
         for _ in range(repeats):
             for option in _close(found, CLOSE[1]):
                 seconds = self._seconds(option, lambda engine: self._train(engine, sketch, self._cohort))
