@@ -21,6 +21,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -524,7 +525,7 @@ def surroundings(device: torch.device, arguments: list[str]) -> dict[str, Any]:
     )
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.rounds", *arguments]),
+        "command": shlex.join(["python", "-m", "benchmarks.rounds", *arguments]),
         "machine": {
             "cpu": processor(),
             "cores": cores(),
