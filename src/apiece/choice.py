@@ -64,8 +64,8 @@ class Option(NamedTuple):
 
     def chunk(self, cohort: int, most: int) -> int:
         """Clients in a chunk at the most, of a cohort of so many."""
-        vectorized = PROCESSES.get(self.engine) == "vectorized"
-        return share(cohort, self.processes, "vectorized", most) if vectorized else most
+        inner = PROCESSES.get(self.engine)
+        return share(cohort, self.processes, inner, most) if inner == Vectorized.name else most
 
     def __str__(self) -> str:
         if self.pooled:

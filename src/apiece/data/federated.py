@@ -304,8 +304,10 @@ def draw_seen(count: int, unseen: float, key: int, pick: str = "random") -> NDAr
     if left_out >= count:
         raise ApieceError(f"unseen = {unseen:g} leaves none of {count} clients to train with")
     seen = np.ones(count, dtype=bool)
-    drawn = random.choose(random.fold(key, "unseen"), left_out, count)
-    seen[np.arange(count - left_out, count) if pick == "last" else drawn] = False
+    if pick == "last":
+        seen[count - left_out :] = False
+    else:
+        seen[random.choose(random.fold(key, "unseen"), left_out, count)] = False
     return seen
 
 
