@@ -10,10 +10,10 @@ from apiece.report.results import Run
 from apiece.reproduce import Cell, Measured, Table, curve
 
 COLUMN, PRIOR = "CIFAR-10", "prior model alone"
-BASE, _, RHO, _ = COLUMNS[COLUMN]
+BASE, RHO, _ = COLUMNS[COLUMN]
 PRIOR_CLASSES, SOURCE_CLASSES = "[2-9]", "[0-7]"
 LAMBDAS = (0, 1, 3, 5, 10, 20, 50)
-METHOD, SETTINGS = rows(0.5, RHO, 0.0)["ADMM-FedMeta"]
+METHOD, SETTINGS = rows(RHO, 0.0)["ADMM-FedMeta"]
 
 
 def trained(classes: str, **settings: Any) -> Experiment:

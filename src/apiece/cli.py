@@ -100,8 +100,8 @@ FLAGS = (
         "partition",
         WHAT,
         "How to deal: `iid`, `dirichlet:ALPHA[:MIN]`, `classes:K`, `pieces:K`, `power:SIGMA[:K[:FLOOR]]`, "
-        "`lognormal:MEAN:SIGMA:K[:MORE]`, `uniform:K:LOW:HIGH` or `natural[:MOST]`; `auto` is `natural` for "
-        "data with clients of its own, else `classes:4`.",
+        "`lognormal:MEAN:SIGMA:K[:MORE]`, `uniform:K:LOW:HIGH`, `cycle:K:LOW:HIGH` or `natural[:MOST]`; "
+        "`auto` is `natural` for data with clients of its own, else `classes:4`.",
     ),
     Flag("partition_seed", WHAT, "Seed of the deal."),
     Flag("test", WHAT, "Share of each client's examples held out; 0: the data's own test examples."),

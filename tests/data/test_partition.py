@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -263,8 +264,11 @@ def test_natural_keeps_named_clients_without_rows():
         ("power:1:2:2", 5, "20 examples of 4 classes cannot give 5 clients 2 of each of 2 classes"),
         ("lognormal:x:1:2", 2, "MEAN in partition 'lognormal:x:1:2' must be a number, got 'x'"),
         ("lognormal:1:1:2", 6, "cannot give 6 clients 2 of each of 2 classes"),
-        ("uniform:2:3:2", 2, "uniform:2:3:2: LOW must not exceed HIGH"),
+        ("uniform:2:3:2", 2, "LOW must not exceed HIGH: 3 rows of a class at least, 2 at most"),
         ("uniform:2:1:6", 2, "cannot give 2 clients 6 of each of 2 classes: ask for fewer"),
+        ("cycle:2:3:2", 2, "LOW must not exceed HIGH"),
+        ("cycle:2:1:3", 4, "20 examples of 4 classes cannot give 4 clients 3 of each of 2 classes"),
+        ("cycle:5:1:1", 2, "cannot give 2 clients 1 of each of 5 classes"),
         ("dirichlet", 2, r"wrong number of parameters: write dirichlet:ALPHA\[:MIN\]"),
         ("dirichlet:1:2:3", 2, r"wrong number of parameters: write dirichlet:ALPHA\[:MIN\]"),
         ("classes", 2, "wrong number of parameters: write classes:K"),
@@ -382,6 +386,18 @@ def test_uniform_numbers_are_all_drawn():
     assert {n for held in classes_of(parts, y) for n in held.values()} == {3, 4, 5}
 
 
+@quick
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 5), st.integers(0, 5), keys)
+def test_cycle_deals_the_classes_in_turn(clients, k, low, more, key):
+    y = np.arange(400) % 4
+    parts, _ = deal(f"cycle:{k}:{low}:{low + more}", examples(y), clients, key)
+    assert dealt_once(parts)
+    turn = itertools.cycle(range(4))
+    for held in classes_of(parts, y):
+        assert set(held) == {next(turn) for _ in range(k)}
+        assert set(held.values()) <= set(range(low, low + more + 1))
+
+
 def test_natural_clients_may_be_capped():
     client = np.repeat([f"w{i}" for i in range(9)], 2)
     parts, names = deal("natural:4", examples(np.zeros(18, int), client), 0, 0)
@@ -409,7 +425,12 @@ def test_own_test_examples_follow_the_classes_of_the_training_examples():
 
 
 @quick
-@given(st.sampled_from(["iid", "dirichlet:0.3:0", "power:1:2:2", "lognormal:1:1:2", "uniform:2:1:4"]), keys)
+@given(
+    st.sampled_from(
+        ["iid", "dirichlet:0.3:0", "power:1:2:2", "lognormal:1:1:2", "uniform:2:1:4", "cycle:2:1:4"]
+    ),
+    keys,
+)
 def test_every_partition_deals_own_test_examples_in_proportion(spec, key):
     """A client's test examples of a class differ by less than one from its share of them, before rounding."""
     data = with_own_test(np.arange(300) % 3, np.arange(90) % 3)
@@ -436,7 +457,7 @@ def test_texts_are_of_one_class():
         deal("classes:2", texts, 3, 0)
 
 
-@pytest.mark.parametrize("spec", ["power:2:2:5", "lognormal:4:1:3:5", "uniform:2:10:20"])
+@pytest.mark.parametrize("spec", ["power:2:2:5", "lognormal:4:1:3:5", "uniform:2:10:20", "cycle:2:10:20"])
 def test_another_key_deals_the_papers_splits_otherwise(spec):
     data = examples(np.arange(9000) % 5)
     assert not same(deal(spec, data, 10, 0)[0], deal(spec, data, 10, 1)[0])

@@ -15,7 +15,7 @@ from apiece.params import Params
 from apiece.random import as_key
 from apiece.task import cross_entropy, hinge
 
-CLASSIFIERS = ("cnn", "lenet", "logistic", "mlp", "svm", "tff_cnn")  # of one array of numbers
+CLASSIFIERS = ("admm_cnn", "cnn", "lenet", "logistic", "mlp", "svm", "tff_cnn")  # of one array of numbers
 
 
 def shapes(task):
@@ -59,6 +59,42 @@ def test_the_papers_networks_have_the_papers_sizes():
     """TFF's CNN: 320 + 18,496 + 1,179,776 + 7,998. LeNet-5: 156 + 2,416 + 48,120 + 10,164 + 5,270."""
     for name, size in (("tff_cnn", 1_206_590), ("lenet", 66_126)):
         assert sum(p.numel() for p in build(name, (28, 28), 62).init(0).values()) == size
+
+
+@pytest.mark.parametrize("side", [28, 7, 6])
+def test_admm_cnn_by_hand(side):
+    """Windows of 3 at steps of 2 that are cut off at the edges, ⌈n/2⌉ of them; means after the last of three.
+
+    They reach 2⌈n/2⌉ + 1 pixels: one beyond an even n, at its end, and two beyond an odd one, one at each.
+    """
+    task = build("admm_cnn(channels=(3, 4, 5), activation='leaky_relu')", (2, side, side), 3)
+    w, x = moved(task.init(0)), torch.randn(6, 2, side, side)
+    h = x
+    for i, summary in enumerate((torch.amax, torch.amax, torch.mean), 1):
+        h = torch.conv2d(h, w[f"conv{i}.weight"], w[f"conv{i}.bias"], padding=1)
+        h = torch.where(h > 0, h, 0.2 * h)
+        n = h.shape[-1]
+        at = [range(max(0, begin), min(n, begin + 3)) for begin in range(-(n % 2), n - n % 2, 2)]
+        rows = [[summary(h[..., r, :][..., c], dim=(-2, -1)) for c in at] for r in at]
+        h = torch.stack([torch.stack(row, -1) for row in rows], -2)
+    scores = h.flatten(1) @ w["head.weight"].T + w["head.bias"]
+    torch.testing.assert_close(task.predict(w, x), scores)
+
+
+def test_admm_cnns_of_the_paper():
+    """Their dense layers take 3136, 2048 and 1024 numbers; weights are N(0, 0.1²) within 0.2, biases 0.1."""
+    for options, shape, features in (
+        ("", (1, 28, 28), 3136),
+        ("(channels=(32, 64, 128), activation='leaky_relu')", (3, 32, 32), 2048),
+        ("(channels=(32, 64, 128, 256))", (3, 32, 32), 1024),
+    ):
+        params = build(f"admm_cnn{options}", shape, 10).init(1)
+        weight = params["head.weight"]
+        assert weight.shape == (10, features)
+        assert 0.15 < weight.abs().max() <= 0.2
+        # Cut at two deviations, 0.88 of the deviation is left.
+        assert weight.std().item() == pytest.approx(0.088, rel=0.03)
+        assert (params["conv2.bias"] == 0.1).all()
 
 
 @pytest.mark.parametrize("name", ["lenet", "tff_cnn"])

@@ -1,7 +1,7 @@
 """Partitions: which rows each client gets, as a function of the labels, the spec and a key.
 
 A spec is a name and its parameters: `natural`, `iid`, `dirichlet:0.1:10`, `classes:2`, `pieces:2`,
-`power:2:2:5`, `lognormal:4:1:3:5` or `uniform:2:10:20`.
+`power:2:2:5`, `lognormal:4:1:3:5`, `uniform:2:10:20` or `cycle:2:10:20`.
 
 Departures:
 - dirichlet (Hsu et al. 2019; Li et al. 2022): the shares of the clients are drawn class by class, as Li et
@@ -226,17 +226,30 @@ def _lognormal(
 
 def _uniform(y: Ints, clients: int, key: int, per_client: int, low: int, high: int) -> list[Ints]:
     """Of each of its classes, `low` to `high` rows, each number as likely."""
-    if low > high:
-        raise ApieceError(f"uniform:{per_client}:{low}:{high}: LOW must not exceed HIGH")
     draw = generator(key)
-    return _of_classes(
-        _rows_by_class(y, draw),
-        clients,
-        per_client,
-        high,
-        draw,
-        lambda who, total: draw.integers(low, high + 1, len(who)),
-    )
+    by_class = _rows_by_class(y, draw)
+    return _of_classes(by_class, clients, per_client, high, draw, _between(low, high, draw))
+
+
+def _cycle(y: Ints, clients: int, key: int, per_client: int, low: int, high: int) -> list[Ints]:
+    """The next `per_client` classes in turn, after the last the first again; `low` to `high` rows of each."""
+    draw = generator(key)
+    sizes = _between(low, high, draw)
+    by_class = _rows_by_class(y, draw)
+    turns = np.arange(clients * per_client) % len(by_class)
+    held = [(rows, np.flatnonzero(turns == label) // per_client) for label, rows in enumerate(by_class)]
+    if per_client > len(by_class) or any(len(rows) < high * len(holders) for rows, holders in held):
+        raise _too_few(by_class, clients, per_client, high)
+    return _dealt(held, clients, sizes)
+
+
+Sizes = Callable[[Ints, int], Ints]  # (the clients that get rows of a class, how many there are) → each one's
+
+
+def _between(low: int, high: int, draw: np.random.Generator) -> Sizes:
+    if low > high:
+        raise ApieceError(f"LOW must not exceed HIGH: {low} rows of a class at least, {high} at most")
+    return lambda who, total: draw.integers(low, high + 1, len(who))
 
 
 _PAIR = 2  # one example of a class to train on, one to test on
@@ -248,19 +261,27 @@ def _of_classes(
     per_client: int,
     least: int,
     draw: np.random.Generator,
-    sizes: Callable[[Ints, int], Ints],
+    sizes: Sizes,
 ) -> list[Ints]:
     """`sizes`: how many of a class's rows its clients get; it has `least` for each. The rest is undealt."""
     if per_client > len(by_class):
         raise ApieceError(f"{per_client} classes per client are more than the {len(by_class)} in the data")
     most = np.array([len(rows) // max(least, 1) for rows in by_class])
     if np.minimum(most, clients).sum() < clients * per_client:
-        raise ApieceError(
-            f"{sum(map(len, by_class))} examples of {len(by_class)} classes cannot give {clients} clients "
-            f"{least} of each of {per_client} classes: ask for fewer clients, classes or examples"
-        )
+        raise _too_few(by_class, clients, per_client, least)
+    return _dealt(_held(by_class, most, clients, per_client, draw), clients, sizes)
+
+
+def _too_few(by_class: list[Ints], clients: int, per_client: int, least: int) -> ApieceError:
+    return ApieceError(
+        f"{sum(map(len, by_class))} examples of {len(by_class)} classes cannot give {clients} clients "
+        f"{least} of each of {per_client} classes: ask for fewer clients, classes or examples"
+    )
+
+
+def _dealt(held: list[tuple[Ints, Ints]], clients: int, sizes: Sizes) -> list[Ints]:
     parts: list[list[Ints]] = [[] for _ in range(clients)]
-    for rows, holders in _held(by_class, most, clients, per_client, draw):
+    for rows, holders in held:
         pieces = np.split(rows, np.cumsum(sizes(holders, len(rows)))) if len(holders) else []
         for client, piece in zip(holders, pieces, strict=False):  # behind the last is what is left
             parts[client].append(piece)
@@ -323,6 +344,7 @@ _PARAMETERS: dict[str, tuple[_Parameter, ...]] = {
         _Parameter("MORE", int, 0, default=0),
     ),
     "uniform": (_Parameter("K", int, 1), _Parameter("LOW", int, 1), _Parameter("HIGH", int, 1)),
+    "cycle": (_Parameter("K", int, 1), _Parameter("LOW", int, 1), _Parameter("HIGH", int, 1)),
 }
 
 # (y, clients, key, *parameters) → the rows of each client
@@ -334,6 +356,7 @@ _DEALERS: dict[str, Callable[..., list[Ints]]] = {
     "power": _power,
     "lognormal": _lognormal,
     "uniform": _uniform,
+    "cycle": _cycle,
 }
 
 

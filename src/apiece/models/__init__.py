@@ -38,8 +38,7 @@ MODELS: Mapping[str, Entry] = {
     "svm": Entry("linear support vector machine: hinge loss", "apiece.models.linear:svm", hinge),
     "mlp": Entry("ReLU layers; options hidden=(128,), dropout=0.0, norm=False", "apiece.models.mlp:mlp"),
     "cnn": Entry(
-        "3x3 convolutions; options channels=(16, 32), dense=64, norm=False, activation='relu'",
-        "apiece.models.cnn:cnn",
+        "3x3 convolutions; options channels=(16, 32), dense=64, norm=False", "apiece.models.cnn:cnn"
     ),
     "lenet": Entry(
         "LeNet-5; options channels=(6, 16), kernel=5, padding=2, dense=(120, 84), dropout=0.0",
@@ -47,6 +46,10 @@ MODELS: Mapping[str, Entry] = {
     ),
     "tff_cnn": Entry(
         "the CNN of TFF's EMNIST examples; option dropout=True", "apiece.models.tff_cnn:tff_cnn"
+    ),
+    "admm_cnn": Entry(
+        "ADMM-FedMeta's convolutional networks; options channels=(32, 64), activation='elu'",
+        "apiece.models.admm_cnn:admm_cnn",
     ),
     "din": Entry(
         "Deep Interest Network, for movielens: AUC, hit ratio and NDCG",

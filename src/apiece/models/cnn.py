@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from apiece.errors import ApieceError, unknown
-
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "elu": nn.ELU, "leaky_relu": nn.LeakyReLU}
+from apiece.errors import ApieceError
 
 
 def cnn(
@@ -19,19 +17,15 @@ def cnn(
     channels: Sequence[int] = (16, 32),
     dense: int = 64,
     norm: bool = False,
-    activation: str = "relu",
 ) -> nn.Module:
-    """3x3 convolutions, each activated and 2x2 max-pooled, then a dense layer and one score per class.
+    """3x3 convolutions, each with ReLU and 2x2 max-pooling, then a dense layer and one score per class.
 
-    `dense=0` leaves the dense layer out. With `norm`, a GroupNorm of one group stands before each activation.
+    `dense=0` leaves the dense layer out. With `norm`, a GroupNorm of one group stands before each ReLU.
     """
     if any(size < 1 for size in channels) or dense < 0:
         raise ApieceError(
             f"cnn needs channels of at least 1 and dense of at least 0, got {channels} and {dense}"
         )
-    if activation not in _ACTIVATIONS:
-        raise unknown("activation", activation, _ACTIVATIONS)
-    active = _ACTIVATIONS[activation]
     incoming, height, width = image = image_shape(input_shape)
     pooling = 2 ** len(channels)
     if min(height, width) < pooling:
@@ -44,7 +38,7 @@ def cnn(
         layers[f"conv{i}"] = nn.Conv2d(incoming, outgoing, kernel_size=3, padding=1)
         if norm:
             layers[f"norm{i}"] = nn.GroupNorm(1, outgoing)
-        layers[f"{activation}{i}"] = active()
+        layers[f"relu{i}"] = nn.ReLU()
         layers[f"pool{i}"] = nn.MaxPool2d(2)
         incoming = outgoing
     layers["flatten"] = nn.Flatten()
@@ -53,7 +47,7 @@ def cnn(
         layers["dense"] = nn.Linear(features, dense)
         if norm:
             layers["norm"] = nn.GroupNorm(1, dense)
-        layers[activation] = active()
+        layers["relu"] = nn.ReLU()
     layers["head"] = nn.Linear(dense or features, classes)
     return nn.Sequential(layers)
 
