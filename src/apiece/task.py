@@ -107,6 +107,14 @@ def _called(module: nn.Module, params: Params, x: Tree) -> Tensor:
             held[name] = tensor
 
 
+def _channels_last(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+    """Images as a CPU's convolutions like them, in up to a third less time; vmap knows no such layout."""
+    (x,) = inputs
+    if x.ndim != 4 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    return (x.to(memory_format=torch.channels_last),)
+
+
 def _pixels(leaf: Tensor) -> Tensor:
     return leaf / 255.0 if leaf.dtype is torch.uint8 else leaf
 
@@ -170,7 +178,12 @@ class Task:
     def _build(self, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.factory().eval().to(self.device)
+            module = self.factory().eval().to(self.device)
+        if self.device.type == "cpu":
+            for layer in module.modules():
+                if isinstance(layer, nn.Conv2d):
+                    layer.register_forward_pre_hook(_channels_last)
+        return module
 
     def init(self, key: int) -> Params:
         """Fresh parameters, as the model's own factory draws them under `key`."""

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.func import grad
 
 from apiece.errors import ApieceError
-from apiece.local import sgd
+from apiece.local import grad, sgd
 from apiece.method import Method, Reply, Round, Span
 from apiece.optim import Recipe, Rule
 from apiece.params import Params

@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad
 
 from apiece import tree
 from apiece.errors import ApieceError
-from apiece.local import loop, sgd
+from apiece.local import grad, loop, sgd
 from apiece.method import Method, Reply, Round, Span
 from apiece.optim import Recipe
 from apiece.params import Params

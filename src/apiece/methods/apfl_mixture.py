@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad
 
 from apiece.errors import ApieceError
-from apiece.local import loop
+from apiece.local import grad, loop
 from apiece.method import Method, Model, Reply, Round, Span
 from apiece.optim import Recipe
 from apiece.params import Params

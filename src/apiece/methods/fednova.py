@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad
 
 from apiece.errors import ApieceError
-from apiece.local import loop, sgd
+from apiece.local import grad, loop, sgd
 from apiece.method import Client, Method, Model, Reply, Round
 from apiece.optim import Recipe
 from apiece.params import Params

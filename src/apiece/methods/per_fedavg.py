@@ -17,10 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.func import grad
-
 from apiece.errors import ApieceError, unknown
-from apiece.local import loop, sgd
+from apiece.local import grad, loop, sgd
 from apiece.meta import check_plain
 from apiece.method import Client, Method, Model, Reply, Round, Span
 from apiece.optim import INHERIT, Recipe

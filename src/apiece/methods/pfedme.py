@@ -18,10 +18,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch.func import grad
-
 from apiece.errors import ApieceError
-from apiece.local import loop
+from apiece.local import grad, loop
 from apiece.method import Client, Method, Model, Reply, Round, Span
 from apiece.optim import Recipe
 from apiece.params import Params
