@@ -43,6 +43,7 @@ TABLE = Table(
     seeds=(0, 1),
     settings=("As it pleases.",),
     departures=("None.",),
+    findings=("Higher than printed.",),
     gains=(Gain("then", "first", "iid", "initial", 1.5),),
 )
 """
@@ -280,9 +281,11 @@ def test_the_pages_show_every_cell(work: Reproduction) -> None:
     assert "| iid | first | 52.00 ± 1.41 | 50.00 | +2.00 | 2 |" in text
     assert "| two | then | not run |  |  |  |" in text
     assert "99.00" not in text
+    assert "- Found: Higher than printed.\n- As it pleases.\n- Departure: None.\n" in text
     page = results_page.html({"toy-table": work.table}, {"toy-table": ENTRIES}, {"toy-table": []})
     assert "52.00 ± 1.41" in page
     assert page.count("<svg") > 1
+    assert "<li>Found: Higher than printed.</li>" in page
     assert "abc" in page
 
 

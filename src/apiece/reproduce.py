@@ -99,6 +99,7 @@ class Table:
     seeds: tuple[int, ...]
     settings: tuple[str, ...]  # what the paper fixes, what it leaves open and how it was settled
     departures: tuple[str, ...]
+    findings: tuple[str, ...] = ()  # where ours are other than the paper's numbers, what is known of why
     gains: tuple[Gain, ...] = ()
     search: Search | None = None
     small: Callable[[Experiment], Experiment] = lambda experiment: experiment  # on top of `shrunk`

@@ -9,7 +9,8 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from apiece.ledger import Entry, Searched
-from apiece.report import page, plots
+from apiece.report import plots
+from apiece.report.document import document
 from apiece.report.results import Curve
 from apiece.reproduce import Place, Table
 from apiece.tune import flags
@@ -158,9 +159,7 @@ def markdown(
         if listed := found(table, searches[table.id]):
             parts.append(f"\n| {' | '.join(_SEARCH)} |\n|{'---|' * len(_SEARCH)}")
             parts += [f"| {f.place[1]} | {f.place[0]} | {' | '.join(f[1:])} |" for f in listed]
-        parts.append("\n" + "\n".join(f"- {note}" for note in table.settings))
-        parts += [f"- Departure: {note}" for note in table.departures]
-        parts += [f"- {note}" for note in _made(entries)]
+        parts.append("\n" + "\n".join(f"- {note}" for note in _notes(table, entries)))
     return "\n".join(parts) + "\n"
 
 
@@ -175,7 +174,16 @@ def html(
         '<p class="lead">Mean ± standard deviation over seeds; what was not run says so.</p>'
     ]
     body += [_section(table, ledger[table.id], searches[table.id]) for table in tables.values()]
-    return page.document("The papers, reproduced", "".join(body))
+    return document("The papers, reproduced", "".join(body))
+
+
+def _notes(table: Table, entries: Sequence[Entry]) -> list[str]:
+    return [
+        *(f"Found: {note}" for note in table.findings),
+        *table.settings,
+        *(f"Departure: {note}" for note in table.departures),
+        *_made(entries),
+    ]
 
 
 def _none(table: Table) -> str:
@@ -220,7 +228,7 @@ def _section(table: Table, entries: Sequence[Entry], searches: Sequence[Searched
         f"<td>{f.difference}</td></tr>"
         for name, f in gains(table, entries)
     ]
-    notes = [*table.settings, *(f"Departure: {note}" for note in table.departures), *_made(entries)]
+    notes = _notes(table, entries)
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return (
         f"<section><h2>{escape(table.id)}</h2>{about}"
