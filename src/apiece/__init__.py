@@ -4,7 +4,7 @@ from apiece.check import check_method
 from apiece.data.own import from_arrays
 from apiece.errors import ApieceError
 from apiece.experiment import Experiment
-from apiece.local import loop, sgd
+from apiece.local import grad, loop, sgd
 from apiece.method import MEAN, STACK, Method, Model, Reply, Round, Wrapper
 from apiece.optim import Recipe, Rule, Stepped
 from apiece.params import Params
@@ -35,6 +35,7 @@ __all__ = [
     "Wrapper",
     "check_method",
     "from_arrays",
+    "grad",
     "loop",
     "resume",
     "run",
