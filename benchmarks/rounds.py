@@ -206,6 +206,7 @@ def prepared(work: Work, plan: Plan, engine: str, choice: Choice | None = None) 
         cohort=work.cohort,
         unseen=0.0,
         test=0.0,
+        rounds=500,  # of a run that is worth timing: a tenth of its time, at the most, goes into choosing
         seed=SEED,
         engine=engine,
         device=str(plan.device),

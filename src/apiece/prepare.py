@@ -21,7 +21,7 @@ from apiece.data.federated import Clients, Examples, Federated, Ints, resident
 from apiece.engines.base import Engine, Federation
 from apiece.engines.lowering import fastest, lowered
 from apiece.engines.pool import share
-from apiece.engines.processes import cpus, obstacle
+from apiece.engines.processes import cpus, keep_memory, obstacle
 from apiece.engines.ray import CPU, Cluster, inside, join, measured_layers, serving
 from apiece.errors import ApieceError
 from apiece.evaluate import chosen, pool, score
@@ -117,6 +117,8 @@ def prepare(
     remote = inside(experiment.engine) != ""
     asked = experiment.device if choice is None else choice.device
     device = CPU if remote else pick_device(asked)  # the server's, and the clients' unless on a cluster
+    if device == CPU:
+        keep_memory()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = experiment.precision == "tf32"
     torch.backends.cudnn.deterministic = True
     data = (load_data(experiment, examples) if dealt is None else dealt).to(device)
