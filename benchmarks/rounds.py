@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = {"tff_cnn": "tff_cnn", "lenet": "lenet", "mlp": "mlp(hidden=(512, 256))", "logistic": "logistic"}
 ENGINES = ("sequential", "vectorized", "processes", "processes(vectorized)")
 POWER_LAW = "power-law"
-AUTO, PLAIN = "ours", "plain PyTorch"
+AUTO, PLAIN, PLAIN_ONE = "ours", "plain PyTorch", "plain PyTorch, 1 thread"
 RAGGED, SAMPLED = "ours, ragged clients", "ours, ragged clients, drawn anew"
 PEERS = {  # module, packages it needs, name in the table
     "pfl": ("benchmarks.peers.pfl_research", ("pfl",), "pfl-research"),
@@ -226,11 +226,13 @@ def _rounds(session: Session) -> Iterator[Done]:
 
 
 def plain_rows(work: Work, plan: Plan, cohort: Callable[[int], Sequence[int]] | None = None) -> list[Row]:
-    """On a CPU with one thread and with all: which is faster depends on the model."""
-    counts = sorted({1, plan.threads}, reverse=True) if plan.device.type == "cpu" else [plan.threads]
-    names = [PLAIN if count == max(counts) else f"{PLAIN}, 1 thread" for count in counts]
-    pairs = zip(names, counts, strict=True)
-    return [Row(name, plain.rounds(work, plan.device, cohort), count, False) for name, count in pairs]
+    """On a CPU with PyTorch's own number of threads and with one: which is faster depends on the model."""
+    if plan.device.type != "cpu" or plan.small:
+        return [Row(PLAIN, plain.rounds(work, plan.device, cohort), plan.threads, False)]
+    return [
+        Row(name, plain.rounds_apart(work, threads, cohort), threads, False)
+        for name, threads in ((PLAIN, plan.threads), (PLAIN_ONE, 1))
+    ]
 
 
 def without_graphs(session: Session) -> Session:
@@ -327,9 +329,7 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
     """How many times as long as ours the others take; ours on ragged clients against their even share."""
     taken = {name: row["ms"] for name, row in rows.items() if "ms" in row}
     found = {}
-    plain_best = min(ms for name, ms in taken.items() if name.startswith(PLAIN))
-    found["plain PyTorch / ours"] = plain_best / taken[AUTO]
-    for _, _, name in PEERS.values():
+    for name in (PLAIN, PLAIN_ONE, *(name for _, _, name in PEERS.values())):
         if name in taken:
             found[f"{name} / ours"] = taken[name] / taken[AUTO]
     engines = [taken[f"ours, {engine}"] for engine in ENGINES if f"ours, {engine}" in taken]

@@ -128,7 +128,7 @@ def test_the_plain_loop_drops_out() -> None:
 
 
 def test_ratios_by_hand() -> None:
-    """The faster of the two plain loops counts; half the examples' even share of 10 ms is 5 ms."""
+    """Every other row over ours; half the examples' even share of 10 ms is 5 ms."""
     rows: dict[str, dict[str, Any]] = {
         "plain PyTorch": {"ms": 50.0},
         "plain PyTorch, 1 thread": {"ms": 40.0},
@@ -139,7 +139,8 @@ def test_ratios_by_hand() -> None:
         "Flower simulation": {"missing": "not installed"},
     }
     assert rounds.ratios(rows) == {
-        "plain PyTorch / ours": 4.0,
+        "plain PyTorch / ours": 5.0,
+        "plain PyTorch, 1 thread / ours": 4.0,
         "pfl-research / ours": 30.0,
         "ours / fastest engine": 1.25,
         "ours, ragged clients / even share": pytest.approx(1.2),
@@ -184,6 +185,17 @@ def test_a_peer_moves_the_server_as_ours_does(peer: str) -> None:
     assert figures["moved"] == pytest.approx(
         peers.distance(work.network().state_dict(), first.params), rel=1e-4
     )
+
+
+def test_the_plain_loop_in_a_process_of_its_own_is_the_same_loop() -> None:
+    """Two rounds, the second of two clients alone."""
+    work = Work("logistic", (8,) * 3, 3, 4)
+    cohort = [range(3), (0, 2)].__getitem__
+    apart, here = plain.rounds_apart(work, 1, cohort), plain.rounds(work, CPU, cohort)
+    (first, second), (expected, other) = ([next(loop) for _ in range(2)] for loop in (apart, here))
+    for name, p in expected.params.items():
+        assert torch.equal(first.params[name], p)
+    assert (first.examples, second.examples) == (expected.examples, other.examples) == (24, 16)
 
 
 def test_cohorts_of_the_power_law_are_those_of_apiece() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from multiprocessing.connection import Connection
 
 import torch
 import torch.nn.functional as F
@@ -38,3 +41,24 @@ def rounds(
         server.load_state_dict(average)
         yield Done(total, {name: p.detach().clone() for name, p in server.state_dict().items()})
         round += 1
+
+
+def rounds_apart(
+    work: Work, threads: int, cohort: Callable[[int], Sequence[int]] | None = None
+) -> Iterator[Done]:
+    """The same on a CPU, in a process as anybody's would be: apiece changes how its own keeps memory.
+
+    Of the params only the first round's are handed over.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    context.Process(target=_serve, args=(there, work, threads), daemon=True).start()
+    for round in count():
+        here.send(range(len(work.sizes)) if cohort is None else list(cohort(round)))
+        yield here.recv()
+
+
+def _serve(connection: Connection, work: Work, threads: int) -> None:
+    torch.set_num_threads(threads)
+    for index, done in enumerate(rounds(work, torch.device("cpu"), lambda round: connection.recv())):
+        connection.send(done if index == 0 else done._replace(params={}))
