@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
 
@@ -60,5 +61,6 @@ def rounds_apart(
 
 def _serve(connection: Connection, work: Work, threads: int) -> None:
     torch.set_num_threads(threads)
-    for index, done in enumerate(rounds(work, torch.device("cpu"), lambda round: connection.recv())):
-        connection.send(done if index == 0 else done._replace(params={}))
+    with suppress(EOFError, OSError):  # who asks is gone
+        for index, done in enumerate(rounds(work, torch.device("cpu"), lambda round: connection.recv())):
+            connection.send(done if index == 0 else done._replace(params={}))
