@@ -134,7 +134,7 @@ class Row:
     session: Session | None = None
     per_block: int = 1
     blocks: list[float] = field(default_factory=list)  # ms per round
-    cpu: list[float] = field(default_factory=list)  # of them, on the cores of this process
+    cpu: list[float] = field(default_factory=list)  # of them, on the cores of this process and for no child
     examples: list[float] = field(default_factory=list)  # trained on per round
 
     def run(self, count: int, device: torch.device) -> Done:

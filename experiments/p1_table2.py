@@ -206,7 +206,8 @@ TABLE = Table(
         f"Searched, for it is not given: local epochs τ and what a method has of its own (FedEC: α). "
         f"ε_out is 1. {TRIALS} trials for every row, of {TRIAL_ROUNDS} rounds and one seed each, on a "
         f"quarter of every client's training examples; the first trial has the settings above and τ = {TAU}. "
-        f"The search is on {FEMNIST}, the cheapest; what it finds serves all columns.",
+        f"The search is on {FEMNIST}, the cheapest; what it finds serves all columns, where it is not the "
+        f"settings that a column is given.",
         "Accuracy: of FedAvg and SCAFFOLD that of the one shared model, as in the paper, and fine-tuned that "
         "of each client after training it by its own data; of the others that of the model each client "
         "deploys, adapted afresh to what the server has after the round: in FedEC under the constraint to "
@@ -221,6 +222,13 @@ TABLE = Table(
         "3,551), lognormal(4, 1) + 150 a client; no example is dealt twice, as the scripts do that this "
         "split goes back to. Widths 256 and 64, pixels from 0 (ink) to 1, as LEAF has them.",
         "Per-FedAvg adapts for epochs of batches, not by one step.",
+    ),
+    findings=(
+        "FEMNIST: every row is far above the paper's, Local by 34 points, so what the paper trained there is "
+        "another regime: its Local has 40 % on clients of three classes, where guessing has 33 %, its FedAvg "
+        "31 % and its SCAFFOLD 18 % of ten. In ours, where all methods learn, the constraint neither helps "
+        "nor harms (its gain over FedEC-wo is 0.0, the search took the smallest α), and FedRep, whose body "
+        "averages many heads' gradients, is 2.5 points better than FedEC.",
     ),
     gains=tuple(
         Gain("FedEC", over, column, "accuracy", round(best - value, 2))

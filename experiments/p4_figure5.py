@@ -97,5 +97,10 @@ TABLE = Table(
         "with β = 0.001 on CIFAR-10. Clients of both tasks adapt by one step on their own task's data.",
     ),
     departures=(),
+    findings=(
+        "FedAvg and Per-FedAvg forget much less than the paper says, with the one local update and the "
+        "learning rates of the authors' code. With ten updates on random classes FedAvg kept 79 % and "
+        "Per-FedAvg 61 % of the prior task on Fashion-MNIST.",
+    ),
     small=lambda experiment: replace(experiment, partition="cycle:2:10:20"),  # toy files have few examples
 )

@@ -13,6 +13,7 @@ from apiece.models import build
 from apiece.params import Params
 from apiece.random import as_key
 from apiece.shard import Batch
+from apiece.task import Task
 
 
 def batch(shape: tuple[int, ...], n: int = 7) -> Batch:
@@ -47,6 +48,23 @@ def test_images_of_a_client_alone_have_their_channels_last() -> None:
     with torch.no_grad():
         grad(task.objective)(task.init(0), batch((3, 12, 12)))
     assert seen == [True, True]
+
+
+class Viewing(nn.Module):
+    """As many write it: rows of an image by `view`, which asks for PyTorch's usual layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(400, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(input=x).view(x.size(0), -1))
+
+
+def test_models_of_ones_own_keep_their_layout() -> None:
+    task = Task(Viewing)
+    with torch.no_grad():
+        assert set(grad(task.objective)(task.init(0), batch((3, 12, 12)))) == set(task.init(0))
 
 
 def test_gradients_of_gradients() -> None:

@@ -1,7 +1,7 @@
 """What the rounds of apiece are compared with. Each does the same work, written as its own manual would.
 
-`plain` runs beside apiece in one process; the others, where they are installed, in a process of their own:
-`python -m benchmarks.peers WORK.json ANSWER.json`.
+`plain` runs by turns with apiece, on a GPU in the same process; the others, where they are installed, after
+that in a process of their own: `python -m benchmarks.peers WORK.json ANSWER.json`.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ def rounds_apart(
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     context.Process(target=_serve, args=(there, work, threads), daemon=True).start()
+    there.close()  # so that a dead process is seen as such
     for round in count():
         here.send(range(len(work.sizes)) if cohort is None else list(cohort(round)))
         yield here.recv()

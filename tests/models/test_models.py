@@ -270,6 +270,8 @@ def test_the_device_is_the_tasks():
         ("mlp(hidden='a')", "cannot build model"),
         ("mlp(hidden=0)", "hidden layers of at least 1 unit, got hidden=0"),
         ("cnn(dense=-1)", "dense of at least 0"),
+        ("admm_cnn(channels=(4, 0))", "channels of at least 1"),
+        ("admm_cnn(activation='tanh')", "unknown activation 'tanh'"),
     ],
 )
 def test_wrong_names_and_options(name, message):

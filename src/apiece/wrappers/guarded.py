@@ -2,11 +2,11 @@
 Personalization via Model Agnostic Meta Learning") name and leave open: some clients are better off with the
 initial model.
 
-Each client holds a slice of its own training data out of all training. Whether personalizing pays is judged
-on that slice: its loss must fall by `margin` standard errors, for a slice of ten examples says little. A
-client that passes deploys the model personalized on its whole shard, any other one, or one with less than two
-examples to judge by, its initial model. No test data is touched. The slice is each client's own: samplers
-that re-deal rows among clients, and pooled training, would train on it.
+Each client tries personalization on a part of its training data and judges it by the rest, a slice that is
+the same in every round: the loss must fall by `margin` standard errors, for a slice of ten examples says
+little. A client that passes deploys the model personalized on its whole shard, any other one, or one with
+less than two examples to judge by, its initial model. No test data is touched. Rounds train on the slice too:
+kept out of them it costs more accuracy than the guard saves (docs/digits.md).
 """
 
 from __future__ import annotations
@@ -31,27 +31,19 @@ class Guarded(Wrapper):
     kind = "personalized"
 
     inner: Method
-    held_out: float = 0.2  # share of the client's training examples, the same in every round
+    held_out: float = 0.2  # share of the client's training examples
     margin: float = 0.5  # standard errors of the mean fall in loss
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.inner.pooled:
-            raise ApieceError(
-                "guarded needs federated clients: pooled training would see every held-out slice"
-            )
         if not 0.0 < self.held_out < 1.0:
             raise ApieceError(f"held_out must lie between 0 and 1, got {self.held_out}")
 
-    def parts(self, data: Shard) -> tuple[Shard, Shard]:
-        return data.split(1.0 - self.held_out)
-
     def client_update(self, task: Task, broadcast: Broadcast, client: Client, data: Shard) -> Reply:
-        training, _ = self.parts(data)
-        return self.inner.client_update(task, broadcast, client, training)
+        return self.inner.client_update(task, broadcast, client, data)
 
     def personalize(self, task: Task, broadcast: Broadcast, client: Client, data: Shard) -> Params:
-        training, held_out = self.parts(data)
+        training, held_out = data.split(1.0 - self.held_out)
         initial = self.inner.initial(task, broadcast, client)
         trial = self.inner.personalize(task, broadcast, client, training)
         pays = self.falls(task, initial, trial, held_out)
