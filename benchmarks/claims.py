@@ -21,6 +21,7 @@ import numpy as np
 
 from apiece import Experiment, run
 from apiece.session import Result
+from apiece.settings import parse_seeds
 
 BASE = Experiment(engine="vectorized", threads=1, evaluate_every=50)
 Row = dict[str, float]
@@ -176,6 +177,8 @@ CLAIMS: dict[str, Callable[[], Runs]] = {
     )
 }
 
+SEEDS = {"guard": "0-19"}  # where they are not five: harm is rare, and five deals say little of it
+
 
 def measure(claim: str, seeds: list[int]) -> dict[str, dict[str, tuple[float, float]]]:
     """row → figure → (mean, std) over seeds, in percent."""
@@ -213,23 +216,22 @@ def fill(page: str, tables: dict[str, dict[str, dict[str, tuple[float, float]]]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0-4")
+    parser.add_argument("--seeds", default="", help="of every claim, instead of its own")
     parser.add_argument("--only", choices=sorted(CLAIMS), nargs="*")
     parser.add_argument("--json", type=Path, help="where to leave the figures")
     parser.add_argument(
         "--page", type=Path, help="a page to fill the tables into, from --json if it is there"
     )
     options = parser.parse_args()
-    first, _, last = options.seeds.partition("-")
-    seeds = list(range(int(first), int(last or first) + 1))
     if options.page is not None and options.json is not None and options.json.exists():
         tables = json.loads(options.json.read_text())["claims"]
     else:
-        tables = {claim: measure(claim, seeds) for claim in options.only or CLAIMS}
+        chosen = {claim: options.seeds or SEEDS.get(claim, "0-4") for claim in options.only or CLAIMS}
+        tables = {claim: measure(claim, parse_seeds(seeds)) for claim, seeds in chosen.items()}
     if options.page is not None:
         options.page.write_text(fill(options.page.read_text(), tables))
     elif options.json is not None:
-        figures = {"seeds": seeds, "claims": tables}
+        figures = {"seeds": chosen, "claims": tables}
         options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -49,8 +49,8 @@ def test_decomposition_pays_on_two_classes_each() -> None:
 
 @pytest.mark.slow
 def test_the_guard_cuts_harm_by_a_third_where_it_is_common() -> None:
-    """Seen: 8.7 against 15.3 % harmed at α = 0.3 by large steps, 4.7 against 15.3 at α = 10."""
-    table = claims.measure("guard", list(SEEDS))
+    """Seen over 20 deals: 9.7 against 20.5 % harmed at α = 0.3 by large steps, 5.5 against 21.5 at α = 10."""
+    table = claims.measure("guard", list(range(10)))
     for world in ("dirichlet:0.3, personal.lr=0.3", "dirichlet:10"):
         plain, guarded = table[f"{world} fedavg"], table[f"{world} guarded(fedavg)"]
         assert guarded["harmed"][0] <= 2 / 3 * plain["harmed"][0]
