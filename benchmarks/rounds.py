@@ -53,6 +53,7 @@ MODELS = {"tff_cnn": "tff_cnn", "lenet": "lenet", "mlp": "mlp(hidden=(512, 256))
 ENGINES = ("sequential", "vectorized", "processes", "processes(vectorized)")
 POWER_LAW = "power-law"
 AUTO, PLAIN, PLAIN_ONE = "ours", "plain PyTorch", "plain PyTorch, 1 thread"
+PLAIN_EACH = "plain PyTorch, a process per core, nothing merged"
 RAGGED, SAMPLED = "ours, ragged clients", "ours, ragged clients, drawn anew"
 PEERS = {  # module, packages it needs, name in the table
     "pfl": ("benchmarks.peers.pfl_research", ("pfl",), "pfl-research"),
@@ -226,12 +227,19 @@ def _rounds(session: Session) -> Iterator[Done]:
 
 
 def plain_rows(work: Work, plan: Plan, cohort: Callable[[int], Sequence[int]] | None = None) -> list[Row]:
-    """On a CPU with PyTorch's own number of threads and with one: which is faster depends on the model."""
+    """On a CPU with PyTorch's own number of threads and with one: which is faster depends on the model.
+
+    And by a process for each core: what a pool could gain at the most.
+    """
     if plan.device.type != "cpu" or plan.small:
         return [Row(PLAIN, plain.rounds(work, plan.device, cohort), plan.threads, False)]
     return [
-        Row(name, plain.rounds_apart(work, threads, cohort), threads, False)
-        for name, threads in ((PLAIN, plan.threads), (PLAIN_ONE, 1))
+        Row(name, plain.rounds_apart(work, threads, cohort, processes), threads, False)
+        for name, threads, processes in (
+            (PLAIN, plan.threads, 1),
+            (PLAIN_ONE, 1, 1),
+            (PLAIN_EACH, 1, cores()),
+        )
     ]
 
 
@@ -265,7 +273,8 @@ def column(model: str, plan: Plan, peers: list[str], profiled: bool) -> dict[str
     measure(rows, work, plan)
     found = {row.name: row.figures() for row in rows}
     found |= {name: {"missing": why} for name, why in missing.items()}
-    best = min((row for row in rows if row.name.startswith(PLAIN)), key=lambda row: median(row.blocks))
+    loops = [row for row in rows if row.name in (PLAIN, PLAIN_ONE)]
+    best = min(loops, key=lambda row: median(row.blocks))
     found |= {PEERS[peer][2]: beside(peer, work, plan, best.threads) for peer in peers}
     parameters = sum(p.numel() for p in work.network().parameters())
     facts = {"work": described(work), "parameters": parameters, "rows": found, "ratios": ratios(found)}
@@ -329,7 +338,7 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
     """How many times as long as ours the others take; ours on ragged clients against their even share."""
     taken = {name: row["ms"] for name, row in rows.items() if "ms" in row}
     found = {}
-    for name in (PLAIN, PLAIN_ONE, *(name for _, _, name in PEERS.values())):
+    for name in (PLAIN, PLAIN_ONE, PLAIN_EACH, *(name for _, _, name in PEERS.values())):
         if name in taken:
             found[f"{name} / ours"] = taken[name] / taken[AUTO]
     engines = [taken[f"ours, {engine}"] for engine in ENGINES if f"ours, {engine}" in taken]

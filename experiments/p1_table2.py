@@ -10,6 +10,7 @@ from apiece.deploy import latest
 from apiece.method import Span
 from apiece.report.results import Run
 from apiece.reproduce import Cell, Gain, Measured, Search, Table, curve
+from apiece.tune import with_settings
 
 CNN = "lenet(channels=(64, 64), kernel=5, padding=0, dense=(120, 64))"
 MLP = "mlp(hidden=(256, 64))"
@@ -110,6 +111,17 @@ ROWS = {
     )
     for column in COLUMNS
 }
+# Where clients learn about as little as the paper's Local, FedAvg and FedEC-wo did: what is changed, by row.
+LITTLE = f"{FEMNIST}, little training"
+BRIEFLY: dict[str, Any] = {"local.lr": 0.003, "local.epochs": 1}
+LITTLE_ROWS: dict[str, dict[str, Any]] = {
+    "Local": {"local.lr": 0.003, "personal.epochs": 10},
+    "FedAvg": BRIEFLY,
+    "FedRep": {**BRIEFLY, "head_epochs": 1, "personal.epochs": 1},
+    "FedEC-wo": BRIEFLY,
+    "FedEC-l2": BRIEFLY,
+    "FedEC": {**BRIEFLY, "alpha": 2.0},
+}
 SHARED = ("FedAvg", "SCAFFOLD")  # rows whose number is the accuracy of the one shared model
 
 
@@ -188,12 +200,17 @@ TABLE = Table(
     source="Lan, Chen, Xie, Chen, He, Zhang, Chen, Xu 2023 (FedEC), Table 2",
     cells={
         (row, column): Cell(experiment(row, column), measured(row)) for column in COLUMNS for row in PUBLISHED
+    }
+    | {
+        (row, LITTLE): Cell(with_settings(experiment(row, FEMNIST), changed), measured(row))
+        for row, changed in LITTLE_ROWS.items()
     },
     published={
         (row, column): {"accuracy": value}
         for row, values in PUBLISHED.items()
         for column, value in zip(COLUMNS, values, strict=True)
-    },
+    }
+    | {(row, LITTLE): {"accuracy": PUBLISHED[row][-1]} for row in LITTLE_ROWS},
     figures={"accuracy": "%", "initial": "%", "fine-tuned": "%", "stored": "%"},
     seeds=(0, 1, 2),
     settings=(
@@ -214,6 +231,7 @@ TABLE = Table(
         "the client's θ̂. Initial: before that adaptation. Stored: θ̂ itself as each client has kept it since "
         "it last took part, after round 100. The paper leaves open which of the two it scores.",
         "Local trains for 10, 25 or 50 epochs; another row's average client for ten rounds, 10 τ in all.",
+        f"{LITTLE}: not in the paper; learning rate 0.003 and τ = 1, nothing searched, FedEC with α = 2.",
     ),
     departures=(
         "Pixels from −1 to 1, not by ImageNet's means; the edges of moved images are repeated, not black; no "
@@ -228,7 +246,11 @@ TABLE = Table(
         "in another regime: its Local has 40 % on clients of three classes, where guessing has 33 %, its "
         "FedAvg 31 % and its SCAFFOLD 18 % of ten. In ours, where all of these learn, the constraint "
         "neither helps nor harms (its gain over FedEC-wo is 0.0, and the search took an α near the least it "
-        "was offered), and FedRep is 2.5 points better than FedEC. Why is not known.",
+        "was offered), and FedRep is 2.5 points better than FedEC.",
+        "Little training makes Local, FedAvg and FedEC-wo what they are in the paper, to within three "
+        "points, and FedEC the best of these rows in each of three seeds: by 5 to 8 points over FedEC-l2 and "
+        "FedRep, but by 0.3 to 1.3 over FedEC-wo, and at 54 %, not 77 %. So no shared regime that was tried "
+        "has both the paper's FedEC-wo and its FedEC; what its rows were trained with, it does not say.",
     ),
     gains=tuple(
         Gain("FedEC", over, column, "accuracy", round(best - value, 2))

@@ -198,6 +198,16 @@ def test_the_plain_loop_in_a_process_of_its_own_is_the_same_loop() -> None:
     assert (first.examples, second.examples) == (expected.examples, other.examples) == (24, 16)
 
 
+def test_plain_loops_side_by_side_share_the_clients() -> None:
+    """The first round is the mean of what each makes of its share, by numbers of examples."""
+    work = Work("logistic", (8, 4, 8), 3, 4)
+    done = next(plain.rounds_apart(work, 1, processes=2))
+    shares = [next(plain.rounds(work, CPU, lambda _, ids=ids: ids)) for ids in ((0, 2), (1,))]
+    assert done.examples == 20
+    for name, p in done.params.items():
+        torch.testing.assert_close(p, (16 * shares[0].params[name] + 4 * shares[1].params[name]) / 20)
+
+
 def test_cohorts_of_the_power_law_are_those_of_apiece() -> None:
     """Every block sees the same examples in both rows."""
     column = rounds.power_column(rounds.Plan.tiny())

@@ -94,6 +94,23 @@ def quiet(done: int, scores: object = None) -> None:
     pass
 
 
+@pytest.mark.parametrize(("engine", "passes"), [("vectorized", 1), ("sequential", 2)])
+def test_seeds_are_trained_together_where_clients_are_vectorized(
+    folder: Path, tmp_path: Path, engine: str, passes: int
+) -> None:
+    """The rounds are gone through once, not once for each seed; numbers are those of the seeds alone."""
+    (folder / "toy_table.py").write_text(FILE.replace('engine="vectorized"', f'engine="{engine}"'))
+    table = tables(folder)["toy-table"]
+    work = Reproduction(table, "full", tmp_path / "runs", tmp_path / "both.jsonl", "cpu", folder)
+    rounds: list[int] = []
+    both = work.run(("first", "two"), [0, 1], lambda done, scores: rounds.append(done))
+    assert rounds == [0, 1, 2, 3] * passes
+    for entry in both:
+        alone = replace(work, runs=tmp_path / "alone", ledger=tmp_path / "alone.jsonl")
+        (one,) = alone.run(("first", "two"), [entry.seed], quiet)
+        assert entry.numbers["initial"] == pytest.approx(one.numbers["initial"], abs=0.3)  # an example: 0.3
+
+
 def test_a_cell_leaves_a_line_for_each_seed_with_all_that_made_it(work: Reproduction) -> None:
     work.run(("first", "iid"), [0, 1], quiet)
     entries = ledger.read(work.ledger)

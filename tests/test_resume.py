@@ -62,6 +62,7 @@ def test_every_method_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
         settings=settings,
         model="mlp(hidden=8, norm=True)",
         clients=8,
+        test=0.8,  # little to train on
         cohort=3,
         rounds=4,
         evaluate_every=2,

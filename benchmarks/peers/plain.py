@@ -45,19 +45,30 @@ def rounds(
 
 
 def rounds_apart(
-    work: Work, threads: int, cohort: Callable[[int], Sequence[int]] | None = None
+    work: Work, threads: int, cohort: Callable[[int], Sequence[int]] | None = None, processes: int = 1
 ) -> Iterator[Done]:
     """The same on a CPU, in a process as anybody's would be: apiece changes how its own keeps memory.
 
-    Of the params only the first round's are handed over.
+    Several processes have a share of the clients each, and go on from the average of their own: nothing but
+    the first round is put together, so this is about the least that an engine of so many processes can take.
     """
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    context.Process(target=_serve, args=(there, work, threads), daemon=True).start()
-    there.close()  # so that a dead process is seen as such
+    asked = []
+    for _ in range(processes):
+        here, there = context.Pipe()
+        context.Process(target=_serve, args=(there, work, threads), daemon=True).start()
+        there.close()  # so that a dead process is seen as such
+        asked.append(here)
     for round in count():
-        here.send(range(len(work.sizes)) if cohort is None else list(cohort(round)))
-        yield here.recv()
+        chosen = list(range(len(work.sizes)) if cohort is None else cohort(round))
+        for at, here in enumerate(asked):
+            here.send(chosen[at::processes])
+        parts = [here.recv() for here in asked]
+        total = sum(part.examples for part in parts)
+        names = parts[0].params
+        yield Done(
+            total, {name: sum(part.examples / total * part.params[name] for part in parts) for name in names}
+        )
 
 
 def _serve(connection: Connection, work: Work, threads: int) -> None:
