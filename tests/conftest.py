@@ -1,5 +1,6 @@
 """One thread per test process: several test processes would fight over the cores."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from tests import command
 
 torch.set_num_threads(1)
+# Tests press ctrl-C, which shells have their background jobs, and so the jobs' children, ignore.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as _wait
@@ -132,7 +132,7 @@ class _Child(Child):
             name="apiece",
             daemon=True,
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _uninterrupted():
             # Python warns of forks where there are threads. PyTorch's are idle, and a child uses none.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
@@ -167,6 +167,16 @@ class _Child(Child):
         return f"{signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits: it reaches a child before that has said that it is none of its business."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _end(children: list[_Child], owner: int) -> None:
     if os.getpid() == owner:  # not in a fork of it
         while children:
@@ -185,7 +195,8 @@ def _serve(
     # Ends of older children's, which a fork has too, keep those alive until this one ends; that of a child's
     # own would keep it alive for ever.
     parents.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; it was blocked until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.disable()  # a thread of the parent may have held a handler's lock
     keep_memory()
