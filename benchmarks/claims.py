@@ -177,7 +177,9 @@ CLAIMS: dict[str, Callable[[], Runs]] = {
     )
 }
 
-SEEDS = {"guard": "0-19"}  # where they are not five: harm is rare, and five deals say little of it
+# Where they are not the first five. Harm is rare, and five deals say little of it; the guard's rule was
+# chosen by deals 0 to 199.
+SEEDS = {"guard": "200-259"}
 
 
 def measure(claim: str, seeds: list[int]) -> dict[str, dict[str, tuple[float, float]]]:

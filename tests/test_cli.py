@@ -578,7 +578,7 @@ def test_a_narrow_terminal_shows_names_whole(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_wrapper_around_something_shows_the_settings_of_both() -> None:
     text = apiece("methods", "guarded(ditto)").out
-    assert "held_out = 0.2" in text
+    assert "folds = 5" in text
     assert "[settings.inner.personal]" in text
     assert "--set inner.local.lr=0.1" in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,30 @@ def test_a_cell_leaves_a_line_for_each_seed_with_all_that_made_it(work: Reproduc
         assert entry.versions["torch"]
         assert entry.hardware
         assert entry.seconds > 0
+
+
+def test_a_line_says_whether_what_made_it_is_the_commit(tmp_path: Path) -> None:
+    """A ledger that grows while its table is run changes nothing of that."""
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        asked = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+    def commit() -> str:
+        return str(ledger.provenance(tmp_path / "experiments", "cpu")["commit"])
+
+    for folder in ("src", "experiments", "results"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_text("first")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    head = git("rev-parse", "--short=12", "HEAD")
+    (tmp_path / "results" / "file").write_text("second")
+    assert commit() == head
+    (tmp_path / "src" / "file").write_text("second")
+    assert commit() == head + "+"
 
 
 def test_what_is_in_the_ledger_is_not_run_again(work: Reproduction) -> None:

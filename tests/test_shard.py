@@ -80,6 +80,32 @@ def test_split_is_the_same_in_every_round_and_padding(size: int, extra: int) -> 
     assert one == two
 
 
+@given(sizes, st.integers(0, 7), st.sampled_from([0.2, 0.5, 0.8]))
+def test_parts_of_a_shard_are_no_larger_than_they_can_be(size: int, extra: int, fraction: float) -> None:
+    """Nothing is computed for padding that no client of the chunk could fill; a full shard has full parts."""
+    padded = shard(size, size + extra).split(fraction)
+    for full, part in zip(shard(size).split(fraction), padded, strict=True):
+        most = max(int(full.size), min(size, 1))
+        assert len(full.all().y) == most
+        assert len(part.all().y) <= max(math.ceil((size + extra) * max(fraction, 1 - fraction)), 1)
+        assert (full.all().live is None) == (int(full.size) > 0)
+
+
+@given(sizes, st.integers(0, 7), st.integers(2, 6))
+def test_folds_hold_every_example_once(size: int, extra: int, count: int) -> None:
+    """Position p of an order that lasts is in fold p mod count; rest and fold are the whole."""
+    plain, padded = shard(size, key=1), shard(size, padded_to=size + extra, key=2)
+    folds = []
+    for (rest, fold), (same_rest, same) in zip(plain.folds(count), padded.folds(count), strict=True):
+        assert real(fold.all()) == real(same.all())
+        assert real(rest.all()) == real(same_rest.all())
+        assert sorted(real(rest.all()) + real(fold.all())) == list(range(10, 10 + size))
+        assert (int(rest.size), int(fold.size)) == (len(real(rest.all())), len(real(fold.all())))
+        folds.append(real(fold.all()))
+    assert sorted(y for fold in folds for y in fold) == list(range(10, 10 + size))
+    assert [len(fold) for fold in folds] == [len(range(i, size, count)) for i in range(count)]
+
+
 def test_orders_differ_between_epochs_and_rounds() -> None:
     first, second = (real(b) for b in shard(20).batches(20, epochs=2))
     (other,) = (real(b) for b in shard(20, key=6).batches(20))

@@ -101,13 +101,16 @@ def provenance(checkout: Path, device: str) -> dict[str, Any]:
 
 
 def _commit(checkout: Path) -> str:
-    """The commit of a checkout, with a + where files differ from it; empty outside of one."""
+    """The commit of a checkout, with a + where what makes the numbers differs; empty outside of one."""
 
     def git(*words: str) -> str:
         asked = ["git", "-C", str(checkout), *words]
         return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
-    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    top = git("rev-parse", "--show-toplevel")
+    makes = [f"{top}/{folder}" for folder in ("src", "experiments")]
+    changed = git("status", "--porcelain", "-uno", "--", *makes)
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 
 def _hardware(device: str) -> str:

@@ -123,21 +123,37 @@ class Shard:
 
     def split(self, fraction: float = 0.5) -> tuple[Shard, Shard]:
         """(support, query): the same two parts in every round. The support is rounded up."""
-        n = self._capacity
-        order = self._order(self._rows.split_key)
+        n, lasting = self._capacity, self._order(self._rows.split_key)
         support = torch.ceil(self.size.double() * fraction - 1e-9).long()
-        most = min(n, math.ceil(n * fraction) + 1)
-        rest = (support + self._positions(n)).clamp(max=max(n - 1, 0))
-        first = self._part(order[:most], support, "support")
-        second = self._part(order[rest], self.size - support, "query")
-        return replace(self, _rows=first, _even=False), replace(self, _rows=second, _even=False)
+        # A full shard has the largest support of all, and the largest query.
+        most = math.ceil(n * fraction - 1e-9)
+        query = lasting[support + self._positions(n - most)]
+        return self._part(lasting[:most], support, "support"), self._part(query, self.size - support, "query")
 
-    def _part(self, order: Tensor, size: Tensor, name: str) -> Rows:
-        """Some of the rows; behind the real ones the padding row, the last of the resident arrays."""
-        padding = tree.leaves(self._y)[0].shape[0] - 1
-        real = self._positions(order.shape[0]) < size
-        place = torch.where(real, self._rows.place[order], padding)
-        return Rows(place, size, fold(self.key, name), fold(self._rows.split_key, name))
+    def folds(self, count: int) -> Iterator[tuple[Shard, Shard]]:
+        """(rest, fold), `count` ≥ 2 times: each example is in one fold, in the same one in every round."""
+        n, lasting = self._capacity, self._order(self._rows.split_key)
+        for i in range(count):
+            held = torch.clamp(self.size - i + count - 1, min=0) // count
+            turn = lasting[i::count]
+            others = self._positions(n - turn.shape[0])
+            others = others + (others + count - 1 - i) // (count - 1)  # skips every turn
+            yield (
+                self._part(lasting[others], self.size - held, f"rest {i}"),
+                self._part(turn, held, f"fold {i}"),
+            )
+
+    def _part(self, index: Tensor, size: Tensor, name: str) -> Shard:
+        """Some of the rows, the first `size` of them real; room for one at least, as a batch needs."""
+        even = self._even and index.shape[0] > 0
+        if not index.shape[0]:
+            index = self._positions(min(1, self._capacity))
+        place = self._rows.place[index]
+        if not even:  # the padding row is the last of the resident arrays
+            padding = tree.leaves(self._y)[0].shape[0] - 1
+            place = torch.where(self._positions(index.shape[0]) < size, place, padding)
+        rows = Rows(place, size, fold(self.key, name), fold(self._rows.split_key, name))
+        return replace(self, _rows=rows, _even=even)
 
 
 def _batch(examples: tuple[Tree, Tree], real: Tensor | None, live: Tensor | None, key: Key) -> Batch:

@@ -1,12 +1,10 @@
 """The guard against its own definition, spelled out client by client."""
 
-from statistics import fmean, stdev
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from apiece import ApieceError, Recipe, check_method
+from apiece import ApieceError, Recipe, check_method, random, tree
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
@@ -25,13 +23,13 @@ def test_it_keeps_every_rule() -> None:
 
 
 @pytest.mark.parametrize("engine", [Sequential(CPU), Vectorized(CPU, 8)], ids=lambda e: e.name)
-@pytest.mark.parametrize(("margin", "passed"), [(0.0, 2), (0.5, 1)])
-def test_each_client_deploys_what_its_held_out_slice_says(
-    engine: Sequential | Vectorized, margin: float, passed: int
+@pytest.mark.parametrize(("share", "passed"), [(0.5, 4), (0.6, 3)])
+def test_each_client_deploys_what_its_own_examples_say(
+    engine: Sequential | Vectorized, share: float, passed: int
 ) -> None:
-    """Personalizing pays clearly for one client, doubtfully for another, and for the others not."""
+    """Personalizing pays clearly for some clients, doubtfully for another, and for the others not."""
     inner = FedAvg(local=Recipe(lr=0.1, batch_size=4, epochs=2), personal=Recipe(lr=0.3))
-    guard = Guarded(inner, held_out=0.25, margin=margin)
+    guard = Guarded(inner, folds=3, share=share)
     training, server = federation(guard, engine, SIZES, 6)
     server = list(servers(training, server, 3))[-1]
     f, broadcast = training.federation, training.broadcast(server, 3)
@@ -40,26 +38,27 @@ def test_each_client_deploys_what_its_held_out_slice_says(
         found = models(engine, f, broadcast, ids, 3)
         deployed = []
         for client, (initial, chosen) in zip(ids, found, strict=True):
-            from apiece import random, tree
-
             rows, _ = f.rows(f.data.train, [client], [client], random.fold(f.root, "personalize", 3))
             shard = f.shard(tree.take(rows, 0), True)
-            training_part, held = shard.split(0.75)
-            trial = inner.personalize(f.task, broadcast, (), training_part)
             falls = []
-            for row in held._rows.place[: int(held.size)].tolist():
-                outputs = (f.task.predict(w, f.data.x[row : row + 1]) for w in (initial, trial))
-                was, is_now = (float(F.cross_entropy(o, f.data.y[row : row + 1])) for o in outputs)
-                falls.append(was - is_now)
+            for rest, held in shard.folds(3):
+                trial = inner.personalize(f.task, broadcast, (), rest)
+                for row in held._rows.place[: int(held.size)].tolist():
+                    outputs = (f.task.predict(w, f.data.x[row : row + 1]) for w in (initial, trial))
+                    was, is_now = (float(F.cross_entropy(o, f.data.y[row : row + 1])) for o in outputs)
+                    falls.append(was - is_now)
             count = len(falls)
-            pays = count > 1 and fmean(falls) > margin * stdev(falls) / count**0.5
+            assert count == SIZES[client]
+            pays = count > 1 and sum(fall > 0 for fall in falls) / count > share
             expected = inner.personalize(f.task, broadcast, (), shard) if pays else initial
             deployed.append(pays)
             for name in expected:
                 torch.testing.assert_close(chosen[name], expected[name], rtol=1e-4, atol=1e-5)
-    assert sum(deployed) == passed, "the test must see both outcomes, and one that hangs on the margin"
+    assert sum(deployed) == passed, "the test must see both outcomes, and one that hangs on the share"
 
 
-def test_a_share_outside_zero_and_one_is_refused() -> None:
-    with pytest.raises(ApieceError, match="held_out"):
-        Guarded(FedAvg(), held_out=1.0)
+def test_settings_that_cannot_judge_are_refused() -> None:
+    with pytest.raises(ApieceError, match="folds"):
+        Guarded(FedAvg(), folds=1)
+    with pytest.raises(ApieceError, match="share"):
+        Guarded(FedAvg(), share=1.0)
