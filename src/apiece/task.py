@@ -130,6 +130,8 @@ def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
+    if outputs.ndim == 2 and torch._C._functorch.peek_interpreter_stack() is None:
+        return F.cross_entropy(outputs, y, reduction="none")
     return -F.log_softmax(outputs, -1).gather(-1, y[..., None]).squeeze(-1)
 
 

@@ -245,9 +245,11 @@ class _Gather:
     ) -> tuple[Tree, Tree, Tensor, Tensor, Tree]:
         update, state, weight, metrics = replies
         finite = real & _finite((update, state, weight))
-        state = _choose(finite, state, before)
-        update = tree.map(lambda leaf: torch.where(_spread(finite, leaf), leaf, 0.0), update)
-        weight = torch.where(finite, weight, 0.0)
+        # To know it, one would have to wait for a GPU; a CPU saves passes over all that clients answer.
+        if finite.device.type != "cpu" or not finite.all():
+            state = _choose(finite, state, before)
+            update = tree.map(lambda leaf: torch.where(_spread(finite, leaf), leaf, 0.0), update)
+            weight = torch.where(finite, weight, 0.0)
         run = torch.arange(self.runs, device=weight.device)[:, None]
         own = torch.ones_like(weight)[None] if which == () else (which == run).to(weight.dtype)
         if self.reduce is MEAN:
@@ -260,7 +262,7 @@ class _Part(NamedTuple):
     """One chunk's contribution to one run."""
 
     positions: list[int]  # in the cohort
-    update: Tree  # its weighted sum, or its rows of the stack
+    update: Tree  # its rows of the stack; (): added to the sum
     weight: Tensor
     finite: Tensor
     metrics: Tree  # sums
@@ -278,6 +280,7 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
     places = [(m, at) for m, member in enumerate(members) for at in range(len(member.cohort.ids))]
     sizes = [size for member in members for size in member.cohort.train.sizes.tolist()]
     parts: list[list[_Part]] = [[] for _ in members]
+    sums: list[Tree] = [() for _ in members]  # weighted, of MEAN
     chunks = []
     for chunk in cut(sizes, first.method.local, engine.limit, engine.overhead):
         chosen = [places[at] for at in chunk] if alone else sorted(places[at] for at in chunk)
@@ -304,12 +307,24 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
         begin = 0
         for m, positions in mine.items():
             own = slice(begin, begin := begin + len(positions))
-            own_update = tree.take(update, m if gather.reduce is MEAN else own)
+            rows: Tree = ()
+            if gather.reduce is MEAN:
+                sums[m] = _added(sums[m], tree.take(update, m), len(parts[m]))
+            else:
+                rows = tree.take(update, own)
             ids = [members[m].cohort.ids[at] for at in positions]
             members[m].federation.store.put(ids, tree.take(state, own))
-            part = _Part(positions, own_update, weight[own], finite[own], tree.take(metrics, m))
-            parts[m].append(part)
-    return [_reduced(own, gather.reduce, engine.device) for own in parts]
+            parts[m].append(_Part(positions, rows, weight[own], finite[own], tree.take(metrics, m)))
+    return [
+        _reduced(own, gather.reduce, total, engine.device) for own, total in zip(parts, sums, strict=True)
+    ]
+
+
+def _added(total: Tree, more: Tree, before: int) -> Tree:
+    """The sum of one chunk more; in place, once it is a tensor of its own and no engine's."""
+    if before < 2:
+        return tree.map(torch.add, total, more) if before else more
+    return tree.map(Tensor.add_, total, more)
 
 
 def _before(engine: Engine, member: Member, positions: list[int]) -> tuple[tuple[Rows, bool], Tree]:
@@ -332,7 +347,7 @@ def _joined(rows: list[tuple[Rows, bool]], padding: int) -> tuple[Rows, bool]:
     return tree.concat(wide), all(even and some.place.shape[1] == longest for some, even in rows)
 
 
-def _reduced(parts: list[_Part], reduce: Reduce, device: torch.device) -> Outcome:
+def _reduced(parts: list[_Part], reduce: Reduce, sums: Tree, device: torch.device) -> Outcome:
     positions = [at for part in parts for at in part.positions]
     order = placed(np.argsort(positions), device)
     weights = torch.cat([part.weight for part in parts])[order]
@@ -340,7 +355,7 @@ def _reduced(parts: list[_Part], reduce: Reduce, device: torch.device) -> Outcom
     total = weights.sum()
     if reduce is MEAN:
         divisor = torch.where(total > 0, total, 1.0)
-        update = tree.map(lambda *sums: sum(sums[1:], sums[0]) / divisor, *(part.update for part in parts))
+        update = tree.map(lambda leaf: leaf / divisor, sums)
     else:
         update = Stacked(tree.take(tree.concat([part.update for part in parts]), order), weights)
     replies = finite.sum().clamp(min=1)

@@ -25,7 +25,9 @@ class Sequential(Engine):
         alone, each = program, [tree.take(clients, i) for i in range(count)]
         if count > 1:
             alone, each = replace(program, even=(True,) * len(program.even)), [_cut(one) for one in each]
-        return program.finish(tree.stack([alone(shared, *one) for one in each]), clients)
+        answers = [alone(shared, *one) for one in each]
+        together = tree.stack(answers) if count > 1 else tree.map(lambda leaf: leaf[None], *answers)
+        return program.finish(together, clients)
 
 
 def _cut(client: tuple[Tree, ...]) -> tuple[Tree, ...]:
