@@ -60,6 +60,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--set lr=fast", "local.lr must be of type float, got 'fast'"),
         ("--set lr=nan", "local.lr must be of type float, got nan"),
         ("--set local=3", "local is a table: set its entries"),
+        ("--method fedrep --set head=fc", "head must be a list, written [...], got 'fc'"),
+        ('--method fedrep --set head=["fc"]', "unknown layer 'fc': known: head"),
         ("--method local --set personal=3", "personal is a table: set its entries"),
         ("--method elastic(fedavg) --set lr=0.1", "write inner.lr"),
         ("--method elastic(local)", "Local replies without a model: nothing to be elastic to"),
@@ -446,5 +448,5 @@ def test_warnings_and_the_bar_go_to_stderr(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     assert strict(out)["seen"]["clients"] + strict(out)["unseen"]["clients"] == 4
     told = " ".join(err.split())
-    assert "0 clients have no training example, 1 have one, 1 have no test example" in told
+    assert "1 have one training example, 1 have no test example: all are kept" in told
     assert "\x1b" not in out + err

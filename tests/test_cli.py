@@ -583,6 +583,14 @@ def test_a_wrapper_around_something_shows_the_settings_of_both() -> None:
     assert "--set inner.local.lr=0.1" in text
 
 
+def test_a_second_stage_that_never_begins_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stages = ["--method", "stages(fedavg,reptile)", "--set", "switch=2"]
+    for rounds, told in (("2", True), ("3", False)):
+        caplog.clear()
+        apiece("run", *SIZES, *stages, "--rounds", rounds, "--out", str(tmp_path / rounds))
+        assert ("the second never begins" in caplog.text) == told
+
+
 def test_the_version() -> None:
     assert apiece("--version").out == f"apiece {version('apiece')}\n"
 
@@ -676,5 +684,4 @@ def test_what_has_no_value_is_null(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert empty["personalized"] is None
     rows = [row for row in table(tmp_path / "r" / "clients.csv") if row["metric"] == "accuracy"]
     assert [math.isnan(float(row["personalized"])) for row in rows] == [True, True, True, False]
-    assert "0 clients have no training example, 2 have one, 3 have no test example" in caplog.text
-    assert "all are kept" in caplog.text
+    assert "2 have one training example, 3 have no test example: all are kept" in caplog.text

@@ -35,6 +35,7 @@ from apiece.shard import Rows, Shard
 from apiece.store import Store
 from apiece.task import Task
 from apiece.train import Training, assemble
+from apiece.wrappers.stages import Staged
 
 log = logging.getLogger("apiece")
 
@@ -129,6 +130,7 @@ def prepare(
     cluster = _cluster(experiment, data) if remote and choice is None else None
     computing = torch.device(choice.device) if choice else cluster.device if cluster else device
     method = experiment.build_method()
+    _tell_idle_stage(method, experiment.rounds)
     task = models.build(experiment.model, data.input_shape, data.classes, device)
     if computing.type == "cuda" and experiment.precision == "bf16":
         task = replace(task, precision=torch.bfloat16)
@@ -328,16 +330,26 @@ def _store_kind(asked: str, state: tree.Tree, population: int, device: torch.dev
     return "mapped" if tree.nbytes(state) * population > memory // 4 else "memory"
 
 
+def _tell_idle_stage(method: Method, rounds: int) -> None:
+    if isinstance(method, Staged) and method.switch >= rounds:
+        log.warning(
+            "the first stage lasts %d rounds and the run %d: the second never begins; "
+            "raise --rounds, or shorten the first with --set switch=...",
+            method.switch,
+            rounds,
+        )
+
+
 def _tell_small_clients(data: Clients) -> None:
     empty = single = unscored = 0
     for train, test in map(data.sizes, data.blocks()):
         empty, single = empty + int((train == 0).sum()), single + int((train == 1).sum())
         unscored += int((test == 0).sum())
-    if empty or single or unscored:
+    counts = {"no training example": empty, "one training example": single, "no test example": unscored}
+    told = ", ".join(f"{count} have {what}" for what, count in counts.items() if count)
+    if told:
         log.warning(
-            "%d clients have no training example, %d have one, %d have no test example: "
-            "all are kept, and scored NaN where there is nothing to score",
-            empty,
-            single,
-            unscored,
+            "of %d clients %s: all are kept, and scored NaN where there is nothing to score",
+            data.population,
+            told,
         )

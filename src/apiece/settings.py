@@ -69,7 +69,8 @@ def convert(value: Any, wanted: Any, name: str) -> Any:
         inside = get_args(wanted)[0]
         if isinstance(value, list | tuple):
             return tuple(convert(item, inside, name) for item in value)
-    elif wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
+        raise ApieceError(f"{name} must be a list, written [...], got {value!r}")
+    if wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isnan(value):
             return float(value)
     elif isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
