@@ -583,12 +583,14 @@ def test_a_wrapper_around_something_shows_the_settings_of_both() -> None:
     assert "--set inner.local.lr=0.1" in text
 
 
-def test_a_second_stage_that_never_begins_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_stage_that_is_never_trained_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     stages = ["--method", "stages(fedavg,reptile)", "--set", "switch=2"]
     for rounds, told in (("2", True), ("3", False)):
         caplog.clear()
         apiece("run", *SIZES, *stages, "--rounds", rounds, "--out", str(tmp_path / rounds))
-        assert ("the second never begins" in caplog.text) == told
+        assert ("the second is never trained" in caplog.text) == told
 
 
 def test_the_version() -> None:

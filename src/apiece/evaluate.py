@@ -75,7 +75,7 @@ def models(
     out: dict[int, tuple[Params, Params]] = {}
     for chunk, (initial, personalized) in _each_client(engine, federation, broadcast, ids, round, _models):
         for at, position in enumerate(chunk):
-            out[position] = (tree.take(initial, at), tree.take(personalized, at))
+            out[position] = tree.clone((tree.take(initial, at), tree.take(personalized, at)))
     return [out[position] for position in range(len(ids))]
 
 

@@ -107,9 +107,7 @@ def _commit(checkout: Path) -> str:
         asked = ["git", "-C", str(checkout), *words]
         return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
-    top = git("rev-parse", "--show-toplevel")
-    makes = [f"{top}/{folder}" for folder in ("src", "experiments")]
-    changed = git("status", "--porcelain", "-uno", "--", *makes)
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":/src")
     return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 

@@ -123,14 +123,14 @@ def prepare(
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = experiment.precision == "tf32"
     torch.backends.cudnn.deterministic = True
     data = (load_data(experiment, examples) if dealt is None else dealt).to(device)
-    if dealt is None:
-        _tell_small_clients(data)
     _check(experiment, data)
     experiment = experiment.resolved(len(data.seen_ids), data.partition)
     cluster = _cluster(experiment, data) if remote and choice is None else None
     computing = torch.device(choice.device) if choice else cluster.device if cluster else device
     method = experiment.build_method()
-    _tell_idle_stage(method, experiment.rounds)
+    if dealt is None:
+        _tell_small_clients(data)
+        _tell_idle_stage(method, experiment.rounds)
     task = models.build(experiment.model, data.input_shape, data.classes, device)
     if computing.type == "cuda" and experiment.precision == "bf16":
         task = replace(task, precision=torch.bfloat16)
@@ -333,7 +333,7 @@ def _store_kind(asked: str, state: tree.Tree, population: int, device: torch.dev
 def _tell_idle_stage(method: Method, rounds: int) -> None:
     if isinstance(method, Staged) and method.switch >= rounds:
         log.warning(
-            "the first stage lasts %d rounds and the run %d: the second never begins; "
+            "the first stage lasts %d rounds and the run %d: the second is never trained; "
             "raise --rounds, or shorten the first with --set switch=...",
             method.switch,
             rounds,

@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 class Shard:
     """One client's examples: rows of resident arrays, padded to the length of its chunk.
 
-    Methods use `size`, `key`, `batches`, `split` and `all`; none of them shows the padding.
+    Methods use `size`, `key`, `batches`, `split`, `folds` and `all`; none of them shows the padding.
     """
 
     _x: Tree

@@ -129,9 +129,12 @@ def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     return by_example(values, weight).sum() / weight.sum().clamp(min=1.0)
 
 
+_NO_LABEL = torch.iinfo(torch.int64).min  # PyTorch passes over -100, which is a mistake here
+
+
 def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
-    if outputs.ndim == 2 and torch._C._functorch.peek_interpreter_stack() is None:
-        return F.cross_entropy(outputs, y, reduction="none")
+    if outputs.ndim == 2 and torch._C._functorch.peek_interpreter_stack() is None:  # in fewer kernels
+        return F.cross_entropy(outputs, y, reduction="none", ignore_index=_NO_LABEL)
     return -F.log_softmax(outputs, -1).gather(-1, y[..., None]).squeeze(-1)
 
 

@@ -369,10 +369,13 @@ def test_children_end_with_their_parent(tmp_path: Path) -> None:
         for name in ("interrupted", "killed")
     ]
     try:
-        wait_for(lambda: all(len(children(process.pid)) == 2 for process in runs))
-        begun = [pid for process in runs for pid in children(process.pid)]
-        os.killpg(runs[0].pid, signal.SIGINT)
-        runs[1].kill()
+        begun = []
+        for process, end in zip(
+            runs, (lambda: os.killpg(runs[0].pid, signal.SIGINT), runs[1].kill), strict=True
+        ):
+            wait_for(lambda process=process: len(children(process.pid)) == 2)
+            begun += children(process.pid)
+            end()
         assert all(process.wait() != 0 for process in runs)
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in begun))
     finally:

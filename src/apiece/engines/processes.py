@@ -170,8 +170,9 @@ class _Child(Child):
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Ctrl-C waits: it reaches a child before that has said that it is none of its business."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -26,7 +26,7 @@ from apiece.task import Task, by_example
 
 @dataclass(frozen=True)
 class Guarded(Wrapper):
-    """The inner method; a client whose held-out loss does not clearly fall keeps its initial model."""
+    """The inner method; a client for too few of whose examples it pays keeps its initial model."""
 
     paper = "this library"
     kind = "personalized"
@@ -52,6 +52,6 @@ class Guarded(Wrapper):
             trial, batch = self.inner.personalize(task, broadcast, client, rest), judges.all()
             was, is_now = (task.losses(task.predict(w, batch.x), batch.y) for w in (initial, trial))
             better = better + (by_example(was - is_now, batch.weight) > 0).sum()
-        pays = (data.size > 1) & (better > self.share * data.size)
+        pays = (data.size > 1) & (better > self.share * data.size.double() + 1e-9)
         deployed: Params = tree.where(pays, self.inner.personalize(task, broadcast, client, data), initial)
         return deployed
