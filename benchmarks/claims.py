@@ -116,13 +116,19 @@ def fine_tuning() -> Runs:
 
 def guard() -> Runs:
     """The guard against none, where personalizing harms some clients; each seed deals the data out anew."""
+    eager = {"personal": {"lr": 0.3}}
 
     def dealt_anew(**changes: Any) -> Callable[[int], Row]:
         return lambda seed: plain(partition_seed=seed, **changes)(seed)
 
-    for partition in ("dirichlet:0.3", "dirichlet:10"):
-        for method in ("fedavg", "guarded(fedavg)"):
-            yield f"{partition} {method}", dealt_anew(method=method, partition=partition)
+    for partition, settings in (("dirichlet:0.3", {}), ("dirichlet:0.3", eager), ("dirichlet:10", {})):
+        name = f"{partition}{', personal.lr=0.3' if settings else ''}"
+        yield f"{name} fedavg", dealt_anew(method="fedavg", partition=partition, settings=settings)
+        guarded = {"inner": settings} if settings else {}
+        yield (
+            f"{name} guarded(fedavg)",
+            dealt_anew(method="guarded(fedavg)", partition=partition, settings=guarded),
+        )
 
 
 def forgetting() -> Runs:

@@ -48,11 +48,13 @@ def test_decomposition_pays_on_two_classes_each() -> None:
 
 
 @pytest.mark.slow
-def test_the_guard_cuts_harm() -> None:
-    """Seen over 120 deals: from 11.6 to 7.3 % at α = 0.3, at 0.3 points; from 23.3 to 0.0 at α = 10, where
-    accuracy rises by 1.4."""
+def test_the_guard_cuts_harm_by_a_third_where_it_is_common() -> None:
+    """Deals that its rule was not chosen by; docs/digits.md has 120 of them, and at α = 0.3 with default
+    steps, where most clients gain, a loss of 0.3 points: there, only that harm falls is claimed."""
     table = claims.measure("guard", list(range(40, 50)))
-    for world, left, lost in (("dirichlet:0.3", 0.85, 1.0), ("dirichlet:10", 0.1, -0.5)):
+    for world in ("dirichlet:0.3, personal.lr=0.3", "dirichlet:10"):
         plain, guarded = table[f"{world} fedavg"], table[f"{world} guarded(fedavg)"]
-        assert guarded["harmed"][0] <= left * plain["harmed"][0]
-        assert guarded["personalized"][0] >= plain["personalized"][0] - lost
+        assert guarded["harmed"][0] <= 2 / 3 * plain["harmed"][0]
+        assert guarded["personalized"][0] >= plain["personalized"][0] - 0.2
+    plain, guarded = table["dirichlet:0.3 fedavg"], table["dirichlet:0.3 guarded(fedavg)"]
+    assert guarded["harmed"][0] <= 0.85 * plain["harmed"][0]
