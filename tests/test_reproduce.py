@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from apiece import Experiment, ledger, results_page, tune
+from apiece import Experiment, ledger, results_page, session, tune
 from apiece.errors import ApieceError
 from apiece.reproduce import Reproduction, run_all, search_all, shrunk, tables
 from tests.command import apiece
@@ -106,6 +106,7 @@ def test_seeds_are_trained_together_where_clients_are_vectorized(
     rounds: list[int] = []
     both = work.run(("first", "two"), [0, 1], lambda done, scores: rounds.append(done))
     assert rounds == [0, 1, 2, 3] * passes
+    assert [entry.together for entry in both] == [2 // passes] * 2
     for entry in both:
         alone = replace(work, runs=tmp_path / "alone", ledger=tmp_path / "alone.jsonl")
         (one,) = alone.run(("first", "two"), [entry.seed], quiet)
@@ -127,6 +128,16 @@ def test_a_cell_leaves_a_line_for_each_seed_with_all_that_made_it(work: Reproduc
         assert entry.versions["torch"]
         assert entry.hardware
         assert entry.seconds > 0
+
+
+def test_a_cell_trained_before_costs_what_its_run_took(work: Reproduction) -> None:
+    """Not what it took to look at it: a table that was interrupted tells the seconds of all it trained."""
+    ((experiment, folder),) = work.planned(("first", "iid"), [0])
+    session.run(experiment, folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "seconds": 1234.5}))
+    (entry,) = work.run(("first", "iid"), [0], quiet)
+    assert (entry.seconds, entry.together) == (1234.5, 1)
 
 
 def test_a_line_says_whether_what_made_it_is_the_commit(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     seed: int
     numbers: Mapping[str, float]
     curves: Mapping[str, Sequence[tuple[float, float]]]
-    seconds: float  # of all seeds that were trained side by side
+    seconds: float  # of the run, or of all replicas that it was trained together with
     together: int  # how many those were
     experiment: Mapping[str, Any]
     commit: str

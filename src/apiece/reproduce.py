@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -192,12 +191,11 @@ class Reproduction:
 
     def run(self, place: Place, seeds: Sequence[int], progress: session.Progress) -> list[Entry]:
         """Train what is not trained yet, measure, and write the ledger."""
-        began = perf_counter()
         folders = self._trained(place, seeds, progress)
-        seconds = perf_counter() - began
         entries = []
         for seed, folder in zip(seeds, folders, strict=True):
             run = results.load(folder)
+            assert run.summary is not None
             numbers, curves, paths = self.table.cells[place].measure(run)
             row, column = place
             entries.append(
@@ -210,8 +208,8 @@ class Reproduction:
                     numbers=numbers,
                     curves=_plain(curves),
                     paths=_plain(paths),
-                    seconds=round(seconds, 1),
-                    together=len(seeds),
+                    seconds=round(run.summary["seconds"], 1),
+                    together=run.summary["replicas"],
                     experiment=_portable(run.experiment),
                     **provenance(self.experiments, self.device),
                 )
