@@ -53,6 +53,18 @@ def test_padding_changes_nothing(size: int, batch_size: int, epochs: int, steps:
         assert int(a.key) == int(b.key)
 
 
+@given(sizes, st.integers(1, 9), st.integers(0, 20), st.integers(0, 7))
+def test_a_batch_says_that_it_is_full_only_if_it_is(
+    size: int, batch_size: int, steps: int, extra: int
+) -> None:
+    plain, padded = shard(size), shard(size, padded_to=size + extra)
+    for batch in [*plain.batches(batch_size, 2, steps), plain.all(), *padded.batches(batch_size, 2, steps)]:
+        assert not batch.full or (len(batch.weight) > 0 and bool((batch.weight == 1).all()))
+    assert all(batch.full for batch in plain.batches(batch_size, 2, steps))
+    assert plain.all().full == (size > 0)
+    assert not any(batch.full for batch in padded.batches(batch_size, 2, steps))
+
+
 @given(sizes, st.integers(1, 9), st.integers(1, 20))
 def test_steps_walk_through_the_passes(size: int, batch_size: int, steps: int) -> None:
     """Step j is batch j mod B of pass j div B."""

@@ -67,8 +67,9 @@ def test_padding_changes_neither_objective_nor_gradient(losses):
     padded = batch_of(torch.cat([x, filler]), [0, 2, 1, 1], [1.0, 1.0, 0.0, 0.0], key=5)
     torch.testing.assert_close(task.objective(params, padded), task.objective(params, plain))
     torch.testing.assert_close(task.loss(params, padded), task.loss(params, plain))
-    expected, got = (grad(task.objective)(params, b) for b in (plain, padded))
-    torch.testing.assert_close(dict(got), dict(expected))
+    expected, *others = (grad(task.objective)(params, b) for b in (plain, padded, plain._replace(full=True)))
+    for got in others:
+        torch.testing.assert_close(dict(got), dict(expected))
 
 
 def test_a_batch_of_padding_has_no_loss_and_no_gradient():

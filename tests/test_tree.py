@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
 from apiece import Params, tree
 
@@ -29,6 +30,32 @@ def test_restore_inverts_flatten(value: Any) -> None:
     assert tree.same_structure(value, again)
     assert all(a is b for a, b in zip(tree.leaves(value), tree.leaves(again), strict=True))
     assert len(flat) == len(tree.leaves(value))
+
+
+@given(trees, st.booleans())
+def test_map_and_leaves_are_those_of_pytorch(value: Any, listed: bool) -> None:
+    value = [value, {"a": value}, None, 3] if listed else value
+    assert tree.leaves(value) == pytree.tree_leaves(value)
+    seen: list[tuple[Any, Any]] = []
+    mapped = tree.map(lambda a, b: seen.append((a, b)) or len(seen), value, value)
+    assert [a for a, _ in seen] == [b for _, b in seen] == pytree.tree_leaves(value)
+    assert pytree.tree_leaves(mapped) == list(range(1, 1 + len(seen)))
+    assert tree.same_structure(mapped, value)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((torch.ones(1),), (torch.ones(1), torch.ones(1))),
+        (Pair(torch.ones(1), torch.ones(1)), (torch.ones(1), torch.ones(1))),
+        (Params({"a": torch.ones(1)}), Params({"b": torch.ones(1)})),
+        (Params({"a": torch.ones(1)}), (torch.ones(1),)),
+    ],
+)
+def test_trees_of_other_structure_are_refused(a: Any, b: Any) -> None:
+    for one, other in ((a, b), (b, a)):
+        with pytest.raises((ValueError, AttributeError)):
+            tree.map(torch.add, one, other)
 
 
 @given(trees, st.integers(1, 4))

@@ -17,7 +17,7 @@ from apiece.data.federated import Federated
 from apiece.engines.base import Engine, Federation, Member, client_phase
 from apiece.engines.capture import LANES, vectorized
 from apiece.engines.pool import share
-from apiece.engines.processes import Processes
+from apiece.engines.processes import Processes, handful
 from apiece.engines.ray import Cluster, Ray, inside
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
@@ -65,7 +65,9 @@ class Option(NamedTuple):
     def chunk(self, cohort: int, most: int) -> int:
         """Clients in a chunk at the most, of a cohort of so many."""
         inner = PROCESSES.get(self.engine)
-        return share(cohort, self.processes, inner, most) if inner == Vectorized.name else most
+        if inner == Sequential.name:
+            return handful(cohort, self.processes, most)
+        return share(cohort, self.processes, inner, most) if inner else most
 
     def __str__(self) -> str:
         if self.pooled:
@@ -77,7 +79,8 @@ def build(name: str, device: torch.device, chunk: int, processes: int = 1) -> En
     if name == Sequential.name:
         return Sequential(device)
     if name in PROCESSES:
-        return Processes(device, processes, build(PROCESSES[name], device, chunk))
+        inside = Sequential if PROCESSES[name] == Sequential.name else Vectorized
+        return Processes(device, processes, inside(device, chunk))
     return vectorized(device, chunk)
 
 

@@ -23,6 +23,7 @@ class Batch(NamedTuple):
     weight: Tensor  # 1 for a real example, 0 for padding
     live: Tensor | None  # 0-d bool: does it hold a real example? None: known to
     key: Key
+    full: bool = False  # known to have no padding
 
 
 class Rows(NamedTuple):
@@ -91,13 +92,12 @@ class Shard:
             key = fold(self.key, epoch)
             # One gather for the whole pass; its batches are views of it.
             x, y = self._taken(self._rows.place[self._order(key)])
-            keys = fold(key, self._positions(per_pass))
-            real = None if self._even else self._positions(n) < self.size
+            keys, weight = fold(key, self._positions(per_pass)), self._weight()
             for batch in range(min(per_pass, count - epoch * per_pass)):
                 rows = slice(batch * width, min((batch + 1) * width, n))
-                live = None if real is None else self.size > rows.start
+                live = None if self._even else self.size > rows.start
                 examples = tree.take(x, rows), tree.take(y, rows)
-                yield _batch(examples, None if real is None else real[rows], live, keys[batch])
+                yield Batch(*examples, weight[rows], live, keys[batch], self._even)
 
     def _steps(self, width: int, steps: int) -> Iterator[Batch]:
         """As above where B differs between the clients of the chunk: pass and batch are tensors."""
@@ -108,14 +108,22 @@ class Shard:
             position = batch * width + self._positions(width)
             index = self._rows.place[order[position.clamp(max=self._capacity - 1)]]
             key = fold(self.key, epoch, batch)
-            yield _batch(self._taken(index), position < self.size, self.size > 0, key)
+            yield Batch(*self._taken(index), (position < self.size).float(), self.size > 0, key)
 
     def all(self) -> Batch:
         """Every example in one batch, in stored order."""
         examples, key = self._taken(self._rows.place), fold(self.key, "all")
-        if self._even:
-            return _batch(examples, None, None, key)
-        return _batch(examples, self._positions(self._capacity) < self.size, self.size > 0, key)
+        full = self._even and self._capacity > 0
+        return Batch(*examples, self._weight(), None if self._even else self.size > 0, key, full)
+
+    def _weight(self) -> Tensor:
+        """Of every row, in the order of `_order`."""
+        positions = self._positions(self._capacity)
+        return (
+            torch.ones(positions.shape, device=positions.device)
+            if self._even
+            else (positions < self.size).float()
+        )
 
     def at(self, key: int | Key) -> Shard:
         """The same examples, their orders and masks drawn below `key`: the server's proxy of one round."""
@@ -154,11 +162,3 @@ class Shard:
             place = torch.where(self._positions(index.shape[0]) < size, place, padding)
         rows = Rows(place, size, fold(self.key, name), fold(self._rows.split_key, name))
         return replace(self, _rows=rows, _even=even)
-
-
-def _batch(examples: tuple[Tree, Tree], real: Tensor | None, live: Tensor | None, key: Key) -> Batch:
-    """`real` and `live` are None where every example is."""
-    x, y = examples
-    first = tree.leaves(y)[0]
-    weight = torch.ones(first.shape[:1], device=first.device) if real is None else real.float()
-    return Batch(x, y, weight, live, key)

@@ -210,7 +210,8 @@ class Task:
 
     def criterion(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Weighted mean over the real examples."""
-        return weighted_mean(self.losses(outputs, batch.y), batch.weight)
+        losses = self.losses(outputs, batch.y)
+        return losses.mean() if batch.full else weighted_mean(losses, batch.weight)
 
     def loss(self, params: Params, batch: Batch) -> Tensor:
         """The data loss in evaluation mode: what is measured."""

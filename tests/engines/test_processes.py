@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from apiece import ApieceError, Dropout, Experiment, Method, Params, Recipe, Task, catalog, resume, run
@@ -29,8 +31,8 @@ from apiece.check import _bits_differ, _stressed, _World
 from apiece.choice import Option, choose
 from apiece.data.lazy import lazily
 from apiece.data.synthetic import Population
-from apiece.engines.base import Call, Engine, Federation, Member, Program, client_phase
-from apiece.engines.processes import Processes, obstacle
+from apiece.engines.base import Call, Engine, Federation, Member, Program, client_phase, pieces
+from apiece.engines.processes import Processes, handful, obstacle
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import evaluate
@@ -104,6 +106,36 @@ def test_chunks_of_clients_have_the_bits_of_the_vectorized_engine() -> None:
     alone = ends(METHOD, Vectorized(CPU, 2))
     assert same(alone, ends(METHOD, Processes(CPU, 2, Vectorized(CPU, 2))))
     assert not same(alone, ends(METHOD, Processes(CPU, 2))), "the test must be able to tell them apart"
+
+
+def test_handfuls_of_clients_have_the_bits_of_the_sequential_engine_with_such_chunks() -> None:
+    """Of clients as large as each other, two make a chunk."""
+
+    def even(engine: Engine) -> list[Server]:
+        training, server = federation(METHOD, engine, (9, 9, 9, 9, 9), 5, dropout_net)
+        return list(servers(training, server, 3))
+
+    sums = even(Sequential(CPU, 2))
+    assert same(sums, even(Processes(CPU, 2, Sequential(CPU, 2))))
+    assert not same(sums, even(Sequential(CPU))), "the test must be able to tell them apart"
+
+
+@given(st.integers(1, 120), st.integers(1, 16), st.integers(1, 64))
+def test_a_handful_keeps_no_process_waiting(cohort: int, processes: int, most: int) -> None:
+    """Even clients given out in handfuls are done as soon as given out one by one."""
+    size = handful(cohort, processes, most)
+    assert 1 <= size <= most
+    free = [0] * processes  # when each process is, in clients
+    for piece in pieces(cohort, size):
+        first = free.index(min(free))
+        free[first] += piece
+    assert max(free) == -(-cohort // processes)
+
+
+def test_handfuls_of_common_cohorts() -> None:
+    assert [handful(cohort, 2, 64) for cohort in (2, 5, 9, 10, 16, 30, 100)] == [1, 2, 2, 3, 4, 8, 5]
+    assert handful(16, 2, 3) == 3
+    assert handful(16, 1, 64) == 8
 
 
 @pytest.mark.parametrize("inside", [Sequential(CPU), Vectorized(CPU, 2)], ids=lambda engine: engine.name)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -102,17 +102,24 @@ def cut(sizes: Sequence[int], recipe: Recipe, limit: int, overhead: float = 0.0)
             count += len(groups[begin])
             real += sum(work(sizes[i]) for i in groups[begin])
             if begin == end - 1 or longest[begin] * count <= WASTE * real:
-                pieces = math.ceil(count / limit)
-                options.append((best[begin][0] + longest[begin] * (count + overhead * pieces), begin))
+                chunks_of_it = math.ceil(count / limit)
+                options.append((best[begin][0] + longest[begin] * (count + overhead * chunks_of_it), begin))
         best.append(min(options))
     chunks: list[list[int]] = []
     end = len(groups)
     while end:
         begin = best[end][1]
-        whole = [i for group in groups[begin:end] for i in group]
-        chunks[:0] = [whole[at : at + limit] for at in range(0, len(whole), limit)]
+        whole = iter([i for group in groups[begin:end] for i in group])
+        count = sum(map(len, groups[begin:end]))
+        chunks[:0] = [list(islice(whole, piece)) for piece in pieces(count, limit)]
         end = begin
     return chunks
+
+
+def pieces(count: int, limit: int) -> list[int]:
+    """The sizes of as few parts of `count` things as can be, about equal and each within the limit."""
+    parts = math.ceil(count / limit)
+    return [count // parts + (at < count % parts) for at in range(parts)]
 
 
 def placed(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -393,7 +393,7 @@ def _milliseconds(task: Task, params: Params, x: Tree, y: Tensor) -> float:
 
     def gradient(params: Params, x: Tree, y: Tensor) -> Tree:
         weight = torch.ones(len(y), device=y.device)
-        return grad(task.objective)(params, Batch(x, y, weight, None, as_key(0, y.device)))
+        return grad(task.objective)(params, Batch(x, y, weight, None, as_key(0, y.device), True))
 
     def step() -> Tree:
         return vmap(gradient)(params, x, y)

@@ -4,13 +4,14 @@ For CPUs.
 Each chunk is computed by a process of one thread. The processes are forks of this one, so method, task and
 the resident examples are theirs without being sent. Other tensors go both ways through shared memory; it has
 no name, so nothing of it is left behind, however a process ends. Answers are taken in the order of the calls:
-results have the bits that the engine inside gives them with one thread, whatever the number of processes.
+results have the bits that the engine inside gives them with one thread and chunks of that size.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import mmap
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from apiece import tree
-from apiece.engines.base import Call, Engine, Federation, Program
+from apiece.engines.base import Call, Engine, Federation, Program, pieces
 from apiece.engines.packing import BOARD, RESIDENT, SLOT, Posted, Room, enough, packed, unpacked
 from apiece.engines.pool import QUEUED, Child, Failure, GoneError, Pool, examples, received, sent
 from apiece.engines.sequential import Sequential
@@ -36,6 +37,23 @@ from apiece.errors import ApieceError
 from apiece.tree import Tree
 
 log = logging.getLogger("apiece")
+
+
+HANDFUL = 8  # clients at the most: what all of them answer is held until the last is done
+
+
+def handful(cohort: int, processes: int, most: int) -> int:
+    """Clients that a process computes one by one for one answer, two answers each or more.
+
+    A call costs its parent a millisecond. But all are to be done as soon as with a call for each client.
+    """
+    for size in range(min(most, HANDFUL, math.ceil(cohort / (2 * processes))), 1, -1):
+        load = [0] * processes
+        for piece in pieces(cohort, size):
+            load[load.index(min(load))] += piece
+        if max(load) == math.ceil(cohort / processes):
+            return size
+    return 1
 
 
 def cpus() -> int:

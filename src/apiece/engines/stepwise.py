@@ -69,7 +69,7 @@ class Stepwise:
 
 
 def _kind(batch: Batch) -> Any:
-    return tuple((path, tuple(leaf.shape)) for path, leaf in tree.flatten(batch).items() if leaf is not None)
+    return tuple((path, getattr(leaf, "shape", leaf)) for path, leaf in tree.flatten(batch).items())
 
 
 def _copy(place: Any, value: Any) -> None:
