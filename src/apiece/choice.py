@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from apiece.data.federated import Federated
-from apiece.engines.base import Engine, Federation, Member, client_phase
+from apiece.engines.base import Engine, Federation, Member, client_phase, cut
 from apiece.engines.capture import LANES, vectorized
 from apiece.engines.pool import share
 from apiece.engines.processes import Processes, handful
@@ -166,7 +166,7 @@ def choose(
     repeats, batches = probe.affordable(close, rounds)
     if len(close) > 1 and batches:
         taken = probe.rounds(close, repeats, batches)
-        figures.append(f"rounds of at most {batches} batches took: {_told(taken)}")
+        figures.append(f"rounds would take, by at most {batches} batches: {_told(taken)}")
     return min(taken, key=lambda option: taken[option]), "; ".join([*barred, *figures])
 
 
@@ -243,18 +243,18 @@ class _Probe:
 
     def affordable(self, taken: dict[Option, float], rounds: int) -> tuple[int, int]:
         """(repeats, batches) of a comparison on whole cohorts that takes a small share of the run's time."""
-        recipe, sizes = self._federation.method.local, self._cohort.train.sizes.tolist()
-        steps = [recipe.steps or recipe.epochs * math.ceil(n / (recipe.batch_size or n or 1)) for n in sizes]
+        steps = self._steps()
         # A batch of the cohort, from one of training and one of scoring for a few of its clients.
-        ratio = len(sizes) / min(len(sizes), PROBED_CLIENTS) / 2
-        run = rounds * ratio * min(taken.values()) * sum(steps) / len(sizes)
+        ratio = len(steps) / min(len(steps), PROBED_CLIENTS) / 2
+        run = rounds * ratio * min(taken.values()) * sum(steps) / len(steps)
         seconds = min(max(LEAST, SHARE * run), MOST)
         batches = seconds / (ratio * sum(taken.values())) - 1  # one to warm up
         most = max(steps)
         return min(REPEATS, max(1, int(batches / most))), max(0, min(most, int(batches)))
 
     def rounds(self, options: Iterable[Option], repeats: int, batches: int) -> dict[Option, float]:
-        """Seconds of a client phase: the best of some, by turns, for the machine may have other work."""
+        """Seconds that a client phase would take, told from few batches: the best of some, by turns, for the
+        machine may have other work."""
         first, sketch = self._sketch(1), self._sketch(batches)
         found = dict.fromkeys(options, math.inf)
         for option in found:  # the room for a whole cohort's answers is made now
@@ -262,8 +262,25 @@ class _Probe:
         for _ in range(repeats):
             for option in _close(found, CLOSE[1]):
                 seconds = self._seconds(option, lambda engine: self._train(engine, sketch, self._cohort))
-                found[option] = min(found[option], seconds)
+                found[option] = min(found[option], seconds * self._longer(option, batches))
         return found
+
+    def _longer(self, option: Option, batches: int) -> float:
+        """A whole round, in rounds of few batches; where clients are computed together, a padded one goes on
+        for as long as the longest of its chunk."""
+        steps, engine = self._steps(), self._engines[option]
+        if PROCESSES.get(option.engine, option.engine) == Vectorized.name:
+            sizes, recipe = self._cohort.train.sizes.tolist(), self._federation.method.local
+            for chunk in cut(sizes, recipe, engine.limit, engine.overhead):
+                longest = max(steps[at] for at in chunk)
+                for at in chunk:
+                    steps[at] = longest
+        return sum(steps) / max(1, sum(min(count, batches) for count in steps))
+
+    def _steps(self) -> list[int]:
+        """Of each client in a round."""
+        recipe, sizes = self._federation.method.local, self._cohort.train.sizes.tolist()
+        return [recipe.steps or recipe.epochs * math.ceil(n / (recipe.batch_size or n or 1)) for n in sizes]
 
     def _sketch(self, batches: int) -> _Sketch:
         return _Sketch(**vars(self._federation), batches=batches)
