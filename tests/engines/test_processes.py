@@ -512,8 +512,8 @@ def test_the_probe_measures_and_keeps_nothing() -> None:
 
 @torch.no_grad()
 def test_a_few_batches_tell_what_a_padded_round_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two passes over 4 and 8 examples in batches of 4: 2 steps and 4. As one chunk both clients take 4, so a round
-    is 8 / 2 times as long as one of a single batch each; one by one it is 6 / 2 times as long."""
+    """Two passes over 4 and 8 examples in batches of 4: 2 steps and 4. As one chunk both clients take 4, so
+    a round is 8 / 2 times as long as one of a single batch each; one by one it is 6 / 2 times as long."""
     training, server = federation(FedAvg(local=Recipe(batch_size=4, epochs=2)), Sequential(CPU), (4, 8), 2)
     probe = choosing._Probe(training, server, 8)
     monkeypatch.setattr(Vectorized, "overhead", 100.0)
