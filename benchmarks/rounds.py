@@ -40,7 +40,7 @@ from apiece import ApieceError, Experiment, random
 from apiece.choice import Choice, pick_device
 from apiece.data.federated import Examples
 from apiece.data.partition import deal
-from apiece.engines.base import Engine, ceiling, cut
+from apiece.engines.base import Engine, ceiling
 from apiece.engines.capture import Captured
 from apiece.engines.vectorized import Vectorized
 from apiece.optim import DEFAULT, Recipe
@@ -316,7 +316,7 @@ def waste(work: Work, engine: Engine, cohorts: int = 100) -> dict[str, float]:
             work.sizes[i] for i in random.choose(key, min(work.cohort, len(work.sizes)), len(work.sizes))
         ]
         steps = [math.ceil(size / work.batch) for size in sizes]
-        parts = cut(sizes, recipe, engine.limit, engine.overhead)
+        parts = engine.cut(sizes, recipe)
         shapes = [(len(part), max(steps[at] for at in part)) for part in parts]
         cut_up.append(sum(clients * longest for clients, longest in shapes) / sum(steps))
         if rounds_up:

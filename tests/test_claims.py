@@ -49,12 +49,18 @@ def test_decomposition_pays_on_two_classes_each() -> None:
 
 @pytest.mark.slow
 def test_the_guard_cuts_harm_by_a_third_where_it_is_common() -> None:
-    """Deals that its rule was not chosen by; docs/digits.md has 120 of them, and at α = 0.3 with default
-    steps, where most clients gain, a loss of 0.3 points: there, only that harm falls is claimed."""
-    table = claims.measure("guard", list(range(40, 50)))
+    """Deals that its rule was not chosen by, as below."""
+    table = claims.measure("guard_where_harm_is_common", list(range(300, 310)))
     for world in ("dirichlet:0.3, personal.lr=0.3", "dirichlet:10"):
         plain, guarded = table[f"{world} fedavg"], table[f"{world} guarded(fedavg)"]
         assert guarded["harmed"][0] <= 2 / 3 * plain["harmed"][0]
         assert guarded["personalized"][0] >= plain["personalized"][0] - 0.2
+
+
+@pytest.mark.slow
+def test_the_guard_cuts_harm_where_most_clients_gain() -> None:
+    """By a third over 260 deals (docs/digits.md); ten of them say less."""
+    table = claims.measure("guard", list(range(300, 310)))
     plain, guarded = table["dirichlet:0.3 fedavg"], table["dirichlet:0.3 guarded(fedavg)"]
     assert guarded["harmed"][0] <= 0.85 * plain["harmed"][0]
+    assert guarded["personalized"][0] >= plain["personalized"][0] - 1.0

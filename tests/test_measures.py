@@ -237,7 +237,11 @@ def test_a_model_that_is_not_finite_is_left_out_of_the_pool() -> None:
     assert pool(task, parts, np.array([False, False, True, True])) == {}
 
 
-@pytest.mark.parametrize("engine", [Sequential(CPU), Vectorized(CPU, 3)], ids=["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    "engine",
+    [Sequential(CPU), Sequential(CPU, 3), Vectorized(CPU, 3)],
+    ids=["sequential", "several one by one", "vectorized"],
+)
 def test_outputs_are_those_of_each_clients_own_test_examples(engine: Engine) -> None:
     """Clients of unequal sizes, asked for in no order; what pads a chunk is not among them."""
     sizes = (4, 30, 9, 1, 16, 22)

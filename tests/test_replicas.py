@@ -1,6 +1,7 @@
 """Replicas that go together against each of them alone."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,7 +107,11 @@ def test_folders_are_those_of_separate_runs(tmp_path: Path) -> None:
     experiment = Experiment(
         method="fedec", clients=8, cohort=3, rounds=4, evaluate_every=2, engine="vectorized", threads=1
     )
+    begin = time.perf_counter()
     run_replicas([(replace(experiment, seed=seed), tmp_path / f"together-{seed}") for seed in SEEDS])
+    taken = time.perf_counter() - begin
+    summaries = [json.loads((tmp_path / f"together-{seed}" / "summary.json").read_text()) for seed in SEEDS]
+    assert 0 < sum(summary["seconds"] for summary in summaries) <= taken, "each one's is its share"
     for seed in SEEDS:
         run(replace(experiment, seed=seed), tmp_path / f"alone-{seed}")
         one, other = (tmp_path / f"{kind}-{seed}" for kind in ("together", "alone"))

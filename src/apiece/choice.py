@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from apiece.data.federated import Federated
-from apiece.engines.base import Engine, Federation, Member, client_phase, cut
+from apiece.engines.base import Engine, Federation, Member, client_phase
 from apiece.engines.capture import LANES, vectorized
 from apiece.engines.pool import share
-from apiece.engines.processes import Processes, handful
+from apiece.engines.processes import HANDFUL, Processes
 from apiece.engines.ray import Cluster, Ray, inside
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
@@ -66,7 +66,7 @@ class Option(NamedTuple):
         """Clients in a chunk at the most, of a cohort of so many."""
         inner = PROCESSES.get(self.engine)
         if inner == Sequential.name:
-            return handful(cohort, self.processes, most)
+            return min(most, HANDFUL)
         return share(cohort, self.processes, inner, most) if inner else most
 
     def __str__(self) -> str:
@@ -79,8 +79,8 @@ def build(name: str, device: torch.device, chunk: int, processes: int = 1) -> En
     if name == Sequential.name:
         return Sequential(device)
     if name in PROCESSES:
-        inside = Sequential if PROCESSES[name] == Sequential.name else Vectorized
-        return Processes(device, processes, inside(device, chunk))
+        one_by_one = PROCESSES[name] == Sequential.name
+        return Processes(device, processes, (Sequential if one_by_one else Vectorized)(device, chunk))
     return vectorized(device, chunk)
 
 
@@ -227,7 +227,7 @@ class _Probe:
         self._round = training.round(0)
         self._cohort = training.sampler(self._federation.data, self._round)
         self._broadcast = self._federation.method.broadcast(server, self._round)
-        self._engines: dict[Option, Engine] = {}
+        self._engines: dict[tuple[Option, int], Engine] = {}
 
     def batch(self, option: Option) -> float:
         """Seconds to train and to score a few clients on one batch each: the best of some, warmed up."""
@@ -239,7 +239,8 @@ class _Probe:
             self._train(engine, sketch, cohort)
             evaluate(engine, sketch, self._broadcast, ids, 0)
 
-        return min([self._seconds(option, once) for _ in range(1 + REPEATS)][1:])
+        engine = self._engine(option, len(ids))
+        return min([self._seconds(option, engine, once) for _ in range(1 + REPEATS)][1:])
 
     def affordable(self, taken: dict[Option, float], rounds: int) -> tuple[int, int]:
         """(repeats, batches) of a comparison on whole cohorts that takes a small share of the run's time."""
@@ -256,22 +257,24 @@ class _Probe:
         """Seconds that a client phase would take, told from few batches: the best of some, by turns, for the
         machine may have other work."""
         first, sketch = self._sketch(1), self._sketch(batches)
-        found = dict.fromkeys(options, math.inf)
-        for option in found:  # the room for a whole cohort's answers is made now
-            self._seconds(option, lambda engine: self._train(engine, first, self._cohort))
+        engines = {option: self._engine(option, len(self._cohort.ids)) for option in options}
+        for option, engine in engines.items():  # the room for a whole cohort's answers is made now
+            self._seconds(option, engine, lambda engine: self._train(engine, first, self._cohort))
+        found = dict.fromkeys(engines, math.inf)
         for _ in range(repeats):
             for option in _close(found, CLOSE[1]):
-                seconds = self._seconds(option, lambda engine: self._train(engine, sketch, self._cohort))
-                found[option] = min(found[option], seconds * self._longer(option, batches))
+                engine = engines[option]
+                taken = self._seconds(option, engine, lambda e: self._train(e, sketch, self._cohort))
+                found[option] = min(found[option], taken * self._longer(option, engine, batches))
         return found
 
-    def _longer(self, option: Option, batches: int) -> float:
+    def _longer(self, option: Option, engine: Engine, batches: int) -> float:
         """A whole round, in rounds of few batches; where clients are computed together, a padded one goes on
         for as long as the longest of its chunk."""
-        steps, engine = self._steps(), self._engines[option]
+        steps = self._steps()
         if PROCESSES.get(option.engine, option.engine) == Vectorized.name:
             sizes, recipe = self._cohort.train.sizes.tolist(), self._federation.method.local
-            for chunk in cut(sizes, recipe, engine.limit, engine.overhead):
+            for chunk in engine.cut(sizes, recipe):
                 longest = max(steps[at] for at in chunk)
                 for at in chunk:
                     steps[at] = longest
@@ -289,14 +292,18 @@ class _Probe:
         member = Member(replace(sketch, data=cohort.data), self._broadcast, cohort, self._round)
         client_phase(engine, member)
 
-    def _seconds(self, option: Option, measured: Callable[[Engine], None]) -> float:
-        torch.set_num_threads(option.threads)
-        if option not in self._engines:
+    def _engine(self, option: Option, clients: int) -> Engine:
+        """For so many at once."""
+        chunk = option.chunk(clients, self._chunk)
+        if (option, chunk) not in self._engines:
             device = self._federation.task.device
-            chunk = option.chunk(len(self._cohort.ids), self._chunk)
-            self._engines[option] = build(option.engine, device, chunk, option.processes)
+            self._engines[option, chunk] = build(option.engine, device, chunk, option.processes)
+        return self._engines[option, chunk]
+
+    def _seconds(self, option: Option, engine: Engine, measured: Callable[[Engine], None]) -> float:
+        torch.set_num_threads(option.threads)
         begin = time.perf_counter()
-        measured(self._engines[option])
+        measured(engine)
         seconds = time.perf_counter() - begin
         self._federation.store.forget()
         return seconds

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apiece import random, tree
 from apiece.data.federated import Clients, Ints
-from apiece.engines.base import Call, Engine, Federation, Program, cut
+from apiece.engines.base import Call, Engine, Federation, Program
 from apiece.errors import ApieceError
 from apiece.method import Broadcast
 from apiece.params import Params
@@ -185,7 +185,7 @@ def _each_client(
     """(positions in ids, answers) chunk by chunk of the program that `fn` is."""
     key = random.fold(federation.root, "personalize", round)
     sizes = federation.data.sizes(ids)[0].tolist()
-    chunks = cut(sizes, federation.method.personal, engine.limit, engine.overhead)
+    chunks = engine.cut(sizes, federation.method.personal)
 
     def call(chunk: list[int]) -> Call:
         clients = [int(ids[at]) for at in chunk]

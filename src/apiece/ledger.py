@@ -26,8 +26,7 @@ class Entry(NamedTuple):
     seed: int
     numbers: Mapping[str, float]
     curves: Mapping[str, Sequence[tuple[float, float]]]
-    seconds: float  # of the run, or of all replicas that it was trained together with
-    together: int  # how many those were
+    seconds: float  # of training and scoring; of replicas trained together, the run's share
     experiment: Mapping[str, Any]
     commit: str
     when: str

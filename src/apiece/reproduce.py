@@ -209,7 +209,6 @@ class Reproduction:
                     curves=_plain(curves),
                     paths=_plain(paths),
                     seconds=round(run.summary["seconds"], 1),
-                    together=run.summary["replicas"],
                     experiment=_portable(run.experiment),
                     **provenance(self.experiments, self.device),
                 )

@@ -304,7 +304,7 @@ def _mean_curve(name: str, entries: Sequence[Entry]) -> Curve:
 def _made(entries: Sequence[Entry]) -> list[str]:
     """Where the numbers come from."""
     kinds = sorted({(e.hardware, e.versions["torch"], e.when, e.commit) for e in entries})
-    seconds = sum(e.seconds / e.together for e in entries)
+    seconds = sum(e.seconds for e in entries)
     made = [
         f"{hardware}, PyTorch {torch}, {when}, commit {commit}" for hardware, torch, when, commit in kinds
     ]

@@ -275,7 +275,7 @@ class _Book:
             record.checkpoint(done, self.server, s.federation.store)
         self._progress(done, self._scored[0].groups if self._scored else None)
 
-    def end(self, replicas: int) -> Result:
+    def end(self) -> Result:
         s, e, record = self.session, self.session.experiment, self.session.record
         scored = self._scored
         if not scored:
@@ -289,7 +289,6 @@ class _Book:
             "rounds": e.rounds,
             "metric": s.federation.task.headline,
             "id": e.id,
-            "replicas": replicas,  # that were trained together: `seconds` are those of all of them
         }
         if record.folder is not None:
             write_model(record.folder / "model", s, s.newcomer(self.server, e.rounds))
@@ -299,12 +298,14 @@ class _Book:
 @torch.no_grad()
 def carry_out(session: Session, progress: Progress, *beside: Session) -> list[Result]:
     """All rounds from the last checkpoint on; of replicas `beside` it in the same program."""
+    for each in (session, *beside):
+        each.record.beside = 1 + len(beside)
     books = [_Book(session, progress), *(_Book(other, lambda done, scores: None) for other in beside)]
     trainings, servers = [book.session.training for book in books], [book.server for book in books]
     for closed in together(trainings, servers, books[0].begin, session.experiment.rounds):
         for book, one in zip(books, closed, strict=True):
             book.close(one)
-    return [book.end(len(books)) for book in books]
+    return [book.end() for book in books]
 
 
 def write_model(folder: Path, session: Session, params: Params) -> None:

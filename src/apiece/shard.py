@@ -23,7 +23,7 @@ class Batch(NamedTuple):
     weight: Tensor  # 1 for a real example, 0 for padding
     live: Tensor | None  # 0-d bool: does it hold a real example? None: known to
     key: Key
-    full: bool = False  # known to have no padding
+    full: bool = False  # known to have no padding: its loss is a plain mean, whatever the weights
 
 
 class Rows(NamedTuple):
@@ -117,13 +117,10 @@ class Shard:
         return Batch(*examples, self._weight(), None if self._even else self.size > 0, key, full)
 
     def _weight(self) -> Tensor:
-        """Of every row, in the order of `_order`."""
-        positions = self._positions(self._capacity)
-        return (
-            torch.ones(positions.shape, device=positions.device)
-            if self._even
-            else (positions < self.size).float()
-        )
+        """Of every row, the real ones first."""
+        if self._even:
+            return torch.ones(self._capacity, device=self._rows.place.device)
+        return (self._positions(self._capacity) < self.size).float()
 
     def at(self, key: int | Key) -> Shard:
         """The same examples, their orders and masks drawn below `key`: the server's proxy of one round."""

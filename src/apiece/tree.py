@@ -38,9 +38,9 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     kind = type(tree)
     if isinstance(tree, Tensor):
         return fn(tree, *rest)
+    if (isinstance(tree, tuple) or kind in _registered) and any(type(other) is not kind for other in rest):
+        raise ValueError(f"trees differ: {', '.join(type(one).__name__ for one in (tree, *rest))}")
     if isinstance(tree, tuple):
-        if any(type(other) is not kind for other in rest):
-            raise ValueError(f"trees differ: {', '.join(type(one).__name__ for one in (tree, *rest))}")
         found = [map(fn, *parts) for parts in zip(tree, *rest, strict=True)]
         return kind(*found) if hasattr(kind, "_fields") else kind(found)
     if kind in _registered:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from apiece import Recipe, tree
 from apiece.choice import fitting
-from apiece.engines.base import WASTE, Member, Program, ceiling, client_phase, cut, pieces
+from apiece.engines.base import WASTE, Member, Program, ceiling, client_phase, cut
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.method import STACK, Stacked
@@ -31,20 +31,10 @@ def test_chunks_part_the_cohort_with_bounded_waste(sizes: list[int], limit: int)
         assert max(batches) * len(chunk) <= WASTE * sum(batches)
 
 
-@given(st.integers(1, 200), st.integers(1, 70))
-def test_pieces_are_few_and_about_equal(count: int, limit: int) -> None:
-    found = pieces(count, limit)
-    assert sum(found) == count
-    assert len(found) == -(-count // limit)
-    assert max(found) - min(found) <= 1
-    assert max(found) <= limit
-
-
 def test_even_cohorts_are_one_chunk() -> None:
     assert cut([8, 7, 5, 8], RECIPE, 64) == [[0, 1, 2, 3]]
     assert cut([100, 1, 1, 1], RECIPE._replace(steps=3), 64) == [[0, 1, 2, 3]]
     assert cut([100, 1], RECIPE, 64) == [[0], [1]]
-    assert [len(chunk) for chunk in cut([8] * 100, RECIPE, 64)] == [50, 50]
 
 
 def test_engines_agree_with_dropout_on_ragged_clients_over_many_rounds() -> None:

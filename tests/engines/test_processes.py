@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,8 +31,8 @@ from apiece.check import _bits_differ, _stressed, _World
 from apiece.choice import Option, choose
 from apiece.data.lazy import lazily
 from apiece.data.synthetic import Population
-from apiece.engines.base import Call, Engine, Federation, Member, Program, client_phase, pieces
-from apiece.engines.processes import Processes, handful, obstacle
+from apiece.engines.base import Call, Engine, Federation, Member, Program, client_phase, work
+from apiece.engines.processes import Processes, handfuls, obstacle
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import evaluate
@@ -108,34 +108,48 @@ def test_chunks_of_clients_have_the_bits_of_the_vectorized_engine() -> None:
     assert not same(alone, ends(METHOD, Processes(CPU, 2))), "the test must be able to tell them apart"
 
 
-def test_handfuls_of_clients_have_the_bits_of_the_sequential_engine_with_such_chunks() -> None:
-    """Of clients as large as each other, two make a chunk."""
+class InHandfuls(Sequential):
+    """The sequential engine with the chunks of a pool of two."""
 
+    def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
+        return handfuls(work(sizes, recipe), 2, self.limit)
+
+
+def test_handfuls_of_clients_have_the_bits_of_the_sequential_engine_with_such_chunks() -> None:
     def even(engine: Engine) -> list[Server]:
         training, server = federation(METHOD, engine, (9, 9, 9, 9, 9), 5, dropout_net)
         return list(servers(training, server, 3))
 
-    sums = even(Sequential(CPU, 2))
-    assert same(sums, even(Processes(CPU, 2, Sequential(CPU, 2))))
+    sums = even(InHandfuls(CPU, 8))
+    assert same(sums, even(Processes(CPU, 2, Sequential(CPU, 8))))
     assert not same(sums, even(Sequential(CPU))), "the test must be able to tell them apart"
 
 
-@given(st.integers(1, 120), st.integers(1, 16), st.integers(1, 64))
-def test_a_handful_keeps_no_process_waiting(cohort: int, processes: int, most: int) -> None:
-    """Even clients given out in handfuls are done as soon as given out one by one."""
-    size = handful(cohort, processes, most)
-    assert 1 <= size <= most
-    free = [0] * processes  # when each process is, in clients
-    for piece in pieces(cohort, size):
-        first = free.index(min(free))
-        free[first] += piece
-    assert max(free) == -(-cohort // processes)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 8))
+def test_handfuls_keep_no_process_waiting(steps: list[int], processes: int, most: int) -> None:
+    """Handed out as they come, they are done at most 2 % later than clients one by one, longest first."""
+
+    def end(chunks: list[list[int]]) -> int:
+        free = [0] * processes
+        for chunk in chunks:
+            free.sort()
+            free[0] += sum(steps[i] for i in chunk)
+        return max(free)
+
+    found = handfuls(steps, processes, most)
+    assert sorted(i for chunk in found for i in chunk) == list(range(len(steps)))
+    assert max(map(len, found)) <= most
+    alone = [[i] for i in sorted(range(len(steps)), key=lambda i: -steps[i])]
+    assert end(found) <= 1.02 * end(alone)
 
 
 def test_handfuls_of_common_cohorts() -> None:
-    assert [handful(cohort, 2, 64) for cohort in (2, 5, 9, 10, 16, 30, 100)] == [1, 2, 2, 3, 4, 8, 5]
-    assert handful(16, 2, 3) == 3
-    assert handful(16, 1, 64) == 8
+    """Of even ones two for each process; a client that takes as long as all others is alone."""
+    sizes = {n: sorted(map(len, handfuls([10] * n, 2, 8))) for n in (2, 4, 10, 16, 30)}
+    assert sizes == {2: [1, 1], 4: [1] * 4, 10: [2, 2, 3, 3], 16: [4] * 4, 30: [7, 7, 8, 8]}
+    assert handfuls([1, 1, 1, 6, 1, 1, 1], 2, 8)[0] == [3]
+    assert [len(chunk) for chunk in handfuls([10] * 64, 2, 8)] == [8] * 8
+    assert [len(chunk) for chunk in handfuls([10] * 6, 2, 1)] == [1] * 6
 
 
 @pytest.mark.parametrize("inside", [Sequential(CPU), Vectorized(CPU, 2)], ids=lambda engine: engine.name)
@@ -519,8 +533,8 @@ def test_a_few_batches_tell_what_a_padded_round_takes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Vectorized, "overhead", 100.0)
     measure = probe._seconds
 
-    def second(option: Option, measured: Callable[[Engine], None]) -> float:
-        measure(option, measured)
+    def second(option: Option, engine: Engine, measured: Callable[[Engine], None]) -> float:
+        measure(option, engine, measured)
         return 1.0
 
     monkeypatch.setattr(probe, "_seconds", second)

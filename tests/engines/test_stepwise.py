@@ -10,12 +10,13 @@ import torch
 
 from apiece import Experiment, catalog, tree
 from apiece.engines.base import Program
-from apiece.engines.stepwise import PLAIN, Action, Stepwise
+from apiece.engines.stepwise import PLAIN, Action, Stepwise, _kind
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
 from apiece.local import looping
 from apiece.method import Method
 from apiece.prepare import prepare
+from apiece.shard import Batch
 from apiece.tree import Tree
 from tests.worlds import CPU, federation, normalized_net
 
@@ -123,3 +124,10 @@ def test_a_loop_that_is_differentiated_is_left_alone() -> None:
     trained(catalog.build("maml", {"local": {"steps": 6}}), engine)
     plain = trained(catalog.build("maml", {"local": {"steps": 6}}), Vectorized(CPU, 64))
     assert tree.tensors(plain)[0].isfinite().all()
+
+
+def test_a_full_batch_is_another_program_than_a_padded_one() -> None:
+    padded = Batch(torch.ones(2, 3), torch.zeros(2), torch.ones(2), None, torch.zeros(()))
+    assert _kind(padded) != _kind(padded._replace(full=True))
+    assert _kind(padded) != _kind(padded._replace(live=torch.tensor(True)))
+    assert _kind(padded) == _kind(padded._replace(x=torch.zeros(2, 3)))

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -48,6 +48,10 @@ class Engine(ABC):
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         """`program(shared, *client)` of every client; `clients` and the answer have an axis of them."""
 
+    def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
+        """Positions of clients in the chunks that they are computed in."""
+        return cut(sizes, recipe, self.limit, self.overhead)
+
     def serving(self) -> AbstractContextManager[None]:
         """Around what a server computes: its loops, too, may be run the engine's way."""
         return nullcontext()
@@ -78,48 +82,43 @@ def ceiling(number: int, digits: int = 3) -> int:
     return -(-number // step) * step
 
 
+def work(sizes: Sequence[int], recipe: Recipe) -> list[int]:
+    """Of each client: its steps, or the batches of a pass; its examples, where the shard is one batch."""
+    if recipe.batch_size == 0:
+        return [max(size, 1) for size in sizes]
+    return [recipe.steps or max(1, math.ceil(size / recipe.batch_size)) for size in sizes]
+
+
 def cut(sizes: Sequence[int], recipe: Recipe, limit: int, overhead: float = 0.0) -> list[list[int]]:
     """Positions of clients in chunks whose padded work is at most WASTE times the real work.
 
     Of all ways to cut clients sorted by their work, the cheapest: a chunk costs its longest client's work
     times its clients plus `overhead`, what it costs to compute anything at all, in clients.
     """
-
-    def work(size: int) -> int:
-        if recipe.batch_size == 0:
-            return max(size, 1)
-        return recipe.steps or max(1, math.ceil(size / recipe.batch_size))
-
-    order = sorted(range(len(sizes)), key=lambda i: (-work(sizes[i]), i))
+    steps = work(sizes, recipe)
+    order = sorted(range(len(sizes)), key=lambda i: (-steps[i], i))
     # Clients of about the same work stay together: where one chunk ends does not hang on every single size.
-    groups = [list(group) for _, group in groupby(order, key=lambda i: ceiling(work(sizes[i])))]
-    longest = [work(sizes[group[0]]) for group in groups]
+    groups = [list(group) for _, group in groupby(order, key=lambda i: ceiling(steps[i]))]
+    longest = [steps[group[0]] for group in groups]
     best = [(0.0, 0)]  # of the first groups: the least cost, and where the last chunk begins
     for end in range(1, len(groups) + 1):
         options = []
         count = real = 0
         for begin in range(end - 1, -1, -1):
             count += len(groups[begin])
-            real += sum(work(sizes[i]) for i in groups[begin])
+            real += sum(steps[i] for i in groups[begin])
             if begin == end - 1 or longest[begin] * count <= WASTE * real:
-                chunks_of_it = math.ceil(count / limit)
-                options.append((best[begin][0] + longest[begin] * (count + overhead * chunks_of_it), begin))
+                pieces = math.ceil(count / limit)
+                options.append((best[begin][0] + longest[begin] * (count + overhead * pieces), begin))
         best.append(min(options))
     chunks: list[list[int]] = []
     end = len(groups)
     while end:
         begin = best[end][1]
-        whole = iter([i for group in groups[begin:end] for i in group])
-        count = sum(map(len, groups[begin:end]))
-        chunks[:0] = [list(islice(whole, piece)) for piece in pieces(count, limit)]
+        whole = [i for group in groups[begin:end] for i in group]
+        chunks[:0] = [whole[at : at + limit] for at in range(0, len(whole), limit)]
         end = begin
     return chunks
-
-
-def pieces(count: int, limit: int) -> list[int]:
-    """The sizes of as few parts of `count` things as can be, about equal and each within the limit."""
-    parts = math.ceil(count / limit)
-    return [count // parts + (at < count % parts) for at in range(parts)]
 
 
 def placed(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -289,7 +288,7 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
     parts: list[list[_Part]] = [[] for _ in members]
     sums: list[Tree] = [() for _ in members]  # weighted, of MEAN
     chunks = []
-    for chunk in cut(sizes, first.method.local, engine.limit, engine.overhead):
+    for chunk in engine.cut(sizes, first.method.local):
         chosen = [places[at] for at in chunk] if alone else sorted(places[at] for at in chunk)
         mine: dict[int, list[int]] = {}
         for m, at in chosen:

@@ -4,14 +4,14 @@ For CPUs.
 Each chunk is computed by a process of one thread. The processes are forks of this one, so method, task and
 the resident examples are theirs without being sent. Other tensors go both ways through shared memory; it has
 no name, so nothing of it is left behind, however a process ends. Answers are taken in the order of the calls:
-results have the bits that the engine inside gives them with one thread and chunks of that size.
+results have the bits that the engine inside gives them with one thread and the same chunks.
 """
 
 from __future__ import annotations
 
 import ctypes
+import heapq
 import logging
-import math
 import mmap
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ import signal
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from multiprocessing.connection import Connection
@@ -29,31 +29,56 @@ import torch
 from torch import Tensor
 
 from apiece import tree
-from apiece.engines.base import Call, Engine, Federation, Program, pieces
+from apiece.engines.base import Call, Engine, Federation, Program, work
 from apiece.engines.packing import BOARD, RESIDENT, SLOT, Posted, Room, enough, packed, unpacked
 from apiece.engines.pool import QUEUED, Child, Failure, GoneError, Pool, examples, received, sent
 from apiece.engines.sequential import Sequential
 from apiece.errors import ApieceError
+from apiece.optim import Recipe
 from apiece.tree import Tree
 
 log = logging.getLogger("apiece")
 
 
 HANDFUL = 8  # clients at the most: what all of them answer is held until the last is done
+LATER = 1.02
 
 
-def handful(cohort: int, processes: int, most: int) -> int:
-    """Clients that a process computes one by one for one answer, two answers each or more.
+def handfuls(steps: Sequence[int], processes: int, most: int) -> list[list[int]]:
+    """Positions of clients, by their steps, that a process computes one by one for one answer; longest first.
 
-    A call costs its parent a millisecond. But all are to be done as soon as with a call for each client.
+    A call costs the parent a millisecond, so there are few: two for each process, or as many as it takes for
+    all to be done hardly later than with a call for each client.
     """
-    for size in range(min(most, HANDFUL, math.ceil(cohort / (2 * processes))), 1, -1):
-        load = [0] * processes
-        for piece in pieces(cohort, size):
-            load[load.index(min(load))] += piece
-        if max(load) == math.ceil(cohort / processes):
-            return size
-    return 1
+    order = sorted(range(len(steps)), key=lambda i: (-steps[i], i))
+    alone, calls = [[i] for i in order], 2 * processes
+    while calls < len(steps) and most > 1:
+        found = _parted(order, steps, calls, most)
+        if _end_of(found, steps, processes) <= LATER * _end_of(alone, steps, processes):
+            return found
+        calls *= 2
+    return alone
+
+
+def _parted(order: Sequence[int], steps: Sequence[int], parts: int, most: int) -> list[list[int]]:
+    """The clients, in order, in about so many parts of about equal work."""
+    found: list[list[int]] = []
+    share, before, last = sum(steps) / parts, 0, -1
+    for i in order:
+        part = int((before + steps[i] / 2) / share)
+        if part != last or len(found[-1]) == most:
+            found.append([])
+        found[-1].append(i)
+        before, last = before + steps[i], part
+    return sorted(found, key=lambda part: -sum(steps[i] for i in part))
+
+
+def _end_of(parts: Sequence[Sequence[int]], steps: Sequence[int], processes: int) -> int:
+    """When all are done, if who is free takes the next."""
+    done = [0] * processes
+    for part in parts:
+        heapq.heapreplace(done, done[0] + sum(steps[i] for i in part))
+    return max(done)
 
 
 def cpus() -> int:
@@ -90,6 +115,11 @@ class Processes(Pool["_Child"], Engine):
         self._base: Federation | None = None  # whose method, task and examples the children have
         self._board = _Shared()  # what a phase shares
         weakref.finalize(self, _end, self._children, os.getpid())
+
+    def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
+        if isinstance(self._inside, Sequential):
+            return handfuls(work(sizes, recipe), self._most, self.limit)
+        return self._inside.cut(sizes, recipe)
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         return self._inside.each(program, shared, clients)

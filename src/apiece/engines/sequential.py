@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from apiece import tree
 from apiece.engines.base import Engine, Program
@@ -26,8 +28,15 @@ class Sequential(Engine):
         if count > 1:
             alone, each = replace(program, even=(True,) * len(program.even)), [_cut(one) for one in each]
         answers = [alone(shared, *one) for one in each]
-        together = tree.stack(answers) if count > 1 else tree.map(lambda leaf: leaf[None], *answers)
+        together = tree.map(_stacked, *answers) if count > 1 else tree.map(lambda leaf: leaf[None], *answers)
         return program.finish(together, clients)
+
+
+def _stacked(*leaf: Tensor) -> Tensor:
+    """Values for each example are padded, as those of clients computed together."""
+    if len({one.shape for one in leaf}) == 1:
+        return torch.stack(leaf)
+    return pad_sequence(list(leaf), batch_first=True)
 
 
 def _cut(client: tuple[Tree, ...]) -> tuple[Tree, ...]:

@@ -41,8 +41,8 @@ class Guarded(Wrapper):
         super().__post_init__()
         if self.folds < 2:
             raise ApieceError(f"folds must be 2 or more, got {self.folds}")
-        if self.standard_errors < 0:
-            raise ApieceError(f"standard_errors must not be negative, got {self.standard_errors}")
+        if not self.standard_errors >= 0:
+            raise ApieceError(f"standard_errors must be 0 or more, got {self.standard_errors}")
 
     def client_update(self, task: Task, broadcast: Broadcast, client: Client, data: Shard) -> Reply:
         return self.inner.client_update(task, broadcast, client, data)
