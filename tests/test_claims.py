@@ -55,6 +55,8 @@ def test_the_guard_cuts_harm_by_a_third_where_it_is_common() -> None:
         plain, guarded = table[f"{world} fedavg"], table[f"{world} guarded(fedavg)"]
         assert guarded["harmed"][0] <= 2 / 3 * plain["harmed"][0]
         assert guarded["personalized"][0] >= plain["personalized"][0] - 0.2
+    large = table["dirichlet:0.3, personal.lr=0.3 guarded(fedavg)"]
+    assert large["personalized"][0] > large["initial"][0], "it is no guard that nobody passes"
 
 
 @pytest.mark.slow
