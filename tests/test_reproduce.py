@@ -285,7 +285,7 @@ def entry(row: str, column: str, seed: int, number: float, scale: str = "full") 
     curve = [(0.0, 10.0), (1.0, number)]
     made = {"commit": "abc", "when": "2020-01-01", "hardware": "a CPU", "versions": {"torch": "2"}}
     return ledger.Entry(
-        "toy-table", row, column, scale, seed, {"initial": number}, {"initial": curve}, 1.0, 1, {}, **made
+        "toy-table", row, column, scale, seed, {"initial": number}, {"initial": curve}, 1.0, {}, **made
     )
 
 
