@@ -317,13 +317,15 @@ def waste(work: Work, engine: Engine, cohorts: int = 100) -> dict[str, float]:
         ]
         steps = [math.ceil(size / work.batch) for size in sizes]
         parts = engine.cut(sizes, recipe)
+        chunks.append(len(parts))
+        if not engine.overhead:  # clients are computed one by one: nothing is padded
+            parts = [[at] for at in range(len(steps))]
         shapes = [(len(part), max(steps[at] for at in part)) for part in parts]
         cut_up.append(sum(clients * longest for clients, longest in shapes) / sum(steps))
         if rounds_up:
             shapes = [(ceiling(clients, digits=4), ceiling(longest)) for clients, longest in shapes]
         computed.append(sum(clients * longest for clients, longest in shapes) / sum(steps))
         whole.append(len(steps) * max(steps) / sum(steps))
-        chunks.append(len(parts))
     return {
         "chunks": fmean(chunks),
         "waste": fmean(cut_up),
