@@ -130,6 +130,6 @@ TABLE = Table(
         "With classes in turn FedAvg and Per-FedAvg are above the paper's, too, by 5 to 21 points, but for "
         "Per-FedAvg with one update on CIFAR-10, which is level. With one local update ADMM-FedMeta is the "
         "best of the three, as in the paper; with five or ten, which the paper gives the others as well, "
-        "FedAvg is as good as it on Fashion-MNIST and better on CIFAR-10.",
+        "both are as good as it on Fashion-MNIST and better on CIFAR-10.",
     ),
 )
