@@ -51,10 +51,10 @@ def test_decomposition_pays_on_two_classes_each() -> None:
 def test_the_guard_cuts_harm_by_a_third_where_it_is_common() -> None:
     """Deals that its rule was not chosen by, as below."""
     table = claims.measure("guard_where_harm_is_common", list(range(300, 310)))
-    for world in ("dirichlet:0.3, personal.lr=0.3", "dirichlet:10"):
+    for world, left, lost in (("dirichlet:0.3, personal.lr=0.3", 2 / 3, 0.2), ("dirichlet:10", 0.1, -0.5)):
         plain, guarded = table[f"{world} fedavg"], table[f"{world} guarded(fedavg)"]
-        assert guarded["harmed"][0] <= 2 / 3 * plain["harmed"][0]
-        assert guarded["personalized"][0] >= plain["personalized"][0] - 0.2
+        assert guarded["harmed"][0] <= left * plain["harmed"][0]
+        assert guarded["personalized"][0] >= plain["personalized"][0] - lost
     large = table["dirichlet:0.3, personal.lr=0.3 guarded(fedavg)"]
     assert large["personalized"][0] > large["initial"][0], "it is no guard that nobody passes"
 

@@ -260,12 +260,12 @@ class _Probe:
         engines = {option: self._engine(option, len(self._cohort.ids)) for option in options}
         for option, engine in engines.items():  # the room for a whole cohort's answers is made now
             self._seconds(option, engine, lambda engine: self._train(engine, first, self._cohort))
+        longer = {option: self._longer(option, engine, batches) for option, engine in engines.items()}
         found = dict.fromkeys(engines, math.inf)
         for _ in range(repeats):
             for option in _close(found, CLOSE[1]):
-                engine = engines[option]
-                taken = self._seconds(option, engine, lambda e: self._train(e, sketch, self._cohort))
-                found[option] = min(found[option], taken * self._longer(option, engine, batches))
+                taken = self._seconds(option, engines[option], lambda e: self._train(e, sketch, self._cohort))
+                found[option] = min(found[option], taken * longer[option])
         return found
 
     def _longer(self, option: Option, engine: Engine, batches: int) -> float:

@@ -35,9 +35,9 @@ def register(
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `fn` to corresponding leaves."""
-    kind = type(tree)
     if isinstance(tree, Tensor):
         return fn(tree, *rest)
+    kind = type(tree)
     if (isinstance(tree, tuple) or kind in _registered) and any(type(other) is not kind for other in rest):
         raise ValueError(f"trees differ: {', '.join(type(one).__name__ for one in (tree, *rest))}")
     if isinstance(tree, tuple):
@@ -53,13 +53,13 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    kind = type(tree)
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, tuple):
         return [leaf for part in tree for leaf in leaves(part)]
-    if kind in _registered:
-        return [leaf for part in _registered[kind][0](tree)[0] for leaf in leaves(part)]
+    if type(tree) in _registered:
+        flatten, _ = _registered[type(tree)]
+        return [leaf for part in flatten(tree)[0] for leaf in leaves(part)]
     return pytree.tree_leaves(tree)
 
 

@@ -41,7 +41,7 @@ log = logging.getLogger("apiece")
 
 
 HANDFUL = 8  # clients at the most: what all of them answer is held until the last is done
-LATER = 1.02
+LATER = 1.02  # times as late as with a call for each client: how late all may be done for the sake of fewer
 
 
 def handfuls(steps: Sequence[int], processes: int, most: int) -> list[list[int]]:
@@ -52,9 +52,10 @@ def handfuls(steps: Sequence[int], processes: int, most: int) -> list[list[int]]
     """
     order = sorted(range(len(steps)), key=lambda i: (-steps[i], i))
     alone, calls = [[i] for i in order], 2 * processes
+    latest = LATER * _end_of(alone, steps, processes)
     while calls < len(steps) and most > 1:
         found = _parted(order, steps, calls, most)
-        if _end_of(found, steps, processes) <= LATER * _end_of(alone, steps, processes):
+        if _end_of(found, steps, processes) <= latest:
             return found
         calls *= 2
     return alone
