@@ -1,5 +1,6 @@
 """APFL (decomposition and EWC), Ni, Shen, Zhang 2022, Figure 1: mean and highest accuracy over all rounds."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -58,9 +59,14 @@ STAY: dict[str, Any] = {
     "personal": {"epochs": 0, "steps": 0}
 }  # what is scored is the model as it was received
 
+# With FedMeta's usual 0.01 a client's update of round 56 was NaN on seed 0, with 0.001 it was not.
+FINER = {"CIFAR-10": {"delta": 0.001}}
 
-def rows(lr: float, thresholds: tuple[float, float]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Each row's method and settings."""
+
+def rows(
+    lr: float, thresholds: tuple[float, float], finer: Mapping[str, Any]
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Each row's method and settings; `finer`: of FedMeta's differences."""
     local = {"local": {"lr": lr, **SGD}}
     ewc = {
         "mu": 1.0,
@@ -81,6 +87,7 @@ def rows(lr: float, thresholds: tuple[float, float]) -> dict[str, tuple[str, dic
             {
                 "alpha": lr,
                 "hessian": "hf",
+                **finer,
                 "local": {"lr": 0.01, **SGD},
                 "personal": {"lr": lr, "steps": 1, "batch_size": 0},
             },
@@ -119,7 +126,7 @@ CELLS = {
         measured("personalized" if row == "FedMeta" else "initial"),
     )
     for column, (base, lr, thresholds) in COLUMNS.items()
-    for row, (method, settings) in rows(lr, thresholds).items()
+    for row, (method, settings) in rows(lr, thresholds, FINER.get(column, {})).items()
 }
 
 TABLE = Table(
@@ -141,7 +148,9 @@ TABLE = Table(
         "The figure is a picture: its numbers are the gains in the text, and APFL's means on Vehicle and "
         "MNIST in Table 2 (λ = 1, E = 5), from which FedAvg's follow.",
         "FedMeta: local MAML steps with Hessian-free second derivatives, E = 5, meta learning rate 0.01, "
-        "one step of adaptation; the paper says no more than MAML.",
+        "one step of adaptation; the paper says no more than MAML. On CIFAR-10 the differences that stand "
+        "for second derivatives are taken at a distance of 0.001 instead of 0.01, with which an update of "
+        "seed 0 was not finite in round 56.",
     ),
     departures=(
         "Splits are drawn anew by FedProx's rules (the paper takes its files, or makes such): MNIST and "
@@ -150,6 +159,14 @@ TABLE = Table(
         "are others' training images; here no image is dealt twice.",
         "Vehicle is a part of 1,860 examples, not the 43,695 of the paper.",
         "APFL-EWC, preserving: decomposition starts with the function unchanged; not in the paper.",
+    ),
+    findings=(
+        "On MNIST the gain over FedAvg, 5.8 ± 0.4 points, is the paper's 6.0 within its own spread: both "
+        "methods are 2.7 to 2.9 points above print, on a split drawn anew.",
+        "On Vehicle the gain is a quarter of the paper's: FedAvg is above print, APFL-EWC below. The part at "
+        "hand has 81 examples a sensor where the paper has 1,899; whether that is the reason is not known.",
+        "Mini-batch SGD on data dealt out anew stands where the paper has it: below APFL-EWC on Vehicle, by "
+        "0.8 ± 0.7 points, and above it on MNIST and FEMNIST, by 2.3 and 6.4.",
     ),
     gains=tuple(
         Gain("APFL-EWC", "FedAvg", column, "mean", gain)
