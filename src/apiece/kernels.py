@@ -67,6 +67,24 @@ if available:
         value = (hashed >> 40).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
         tl.store(out + client * count + at, value, mask=at < count)
 
+    FEW = tl.constexpr(16)  # channels: a product of fewer would be mostly zeros
+
+    @triton.jit
+    def _windows(
+        x, m, k, rows: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, HO: tl.constexpr,
+        WO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+        PH: tl.constexpr, PW: tl.constexpr,
+    ):  # fmt: skip
+        """Entries k of the windows around outputs m, zeros where there are none."""
+        image, h, v = m // (HO * WO), m // WO % HO, m % WO
+        tap, c = k // C, k % C
+        down = (h * SH - PH)[:, None] + (tap // KW)[None, :]
+        across = (v * SW - PW)[:, None] + (tap % KW)[None, :]
+        inside = (m < rows)[:, None] & (k < KH * KW * C)[None, :]
+        inside = inside & (down >= 0) & (down < H) & (across >= 0) & (across < W)
+        place = ((image * H)[:, None] + down) * W + across
+        return tl.load(x + place * C + c[None, :], mask=inside, other=0.0)
+
     @triton.jit
     def _conv(
         x,
@@ -98,25 +116,36 @@ if available:
         client = tl.program_id(2).to(tl.int64)
         m = tl.program_id(0) * BM + tl.arange(0, BM)
         o = tl.program_id(1) * BN + tl.arange(0, BN)
-        image, h, v = m // (HO * WO), m // WO % HO, m % WO
         total = tl.zeros((BM, BN), dtype=tl.float32)
-        for tap in tl.static_range(KH * KW):
-            down, across = h * SH + tap // KW - PH, v * SW + tap % KW - PW
-            inside = (m < rows) & (down >= 0) & (down < H) & (across >= 0) & (across < W)
-            place = ((image * H + down) * W + across) * C
-            for begin in range(0, C, BK):
-                c = begin + tl.arange(0, BK)
-                a = tl.load(
-                    x + client * x_client + place[:, None] + c[None, :],
-                    mask=inside[:, None] & (c < C)[None, :],
-                    other=0.0,
-                )
+        if C < FEW:  # a window's entries side by side, whichever tap and channel they are of
+            for begin in range(0, KH * KW * C, BK):
+                k = begin + tl.arange(0, BK)
+                a = _windows(x + client * x_client, m, k, rows, H, W, C, HO, WO, KH, KW, SH, SW, PH, PW)
                 b = tl.load(
-                    w + client * w_client + (tap * C + c)[:, None] * O + o[None, :],
-                    mask=(c < C)[:, None] & (o < O)[None, :],
+                    w + client * w_client + k[:, None] * O + o[None, :],
+                    mask=(k < KH * KW * C)[:, None] & (o < O)[None, :],
                     other=0.0,
                 )
                 total = tl.dot(a, b, total, input_precision=PRECISION)
+        else:
+            image, h, v = m // (HO * WO), m // WO % HO, m % WO
+            for tap in tl.static_range(KH * KW):
+                down, across = h * SH + tap // KW - PH, v * SW + tap % KW - PW
+                inside = (m < rows) & (down >= 0) & (down < H) & (across >= 0) & (across < W)
+                place = ((image * H + down) * W + across) * C
+                for begin in range(0, C, BK):
+                    c = begin + tl.arange(0, BK)
+                    a = tl.load(
+                        x + client * x_client + place[:, None] + c[None, :],
+                        mask=inside[:, None] & (c < C)[None, :],
+                        other=0.0,
+                    )
+                    b = tl.load(
+                        w + client * w_client + (tap * C + c)[:, None] * O + o[None, :],
+                        mask=(c < C)[:, None] & (o < O)[None, :],
+                        other=0.0,
+                    )
+                    total = tl.dot(a, b, total, input_precision=PRECISION)
         total += tl.load(bias + client * bias_client + o, mask=o < O, other=0.0)[None, :]
         place = client * rows * O + m[:, None] * O + o[None, :]
         tl.store(y + place, total, mask=(m < rows)[:, None] & (o < O)[None, :])
@@ -226,6 +255,51 @@ if available:
         tl.store(dw + place, total, mask=(c < C)[:, None] & (o < O)[None, :])
 
     @triton.jit
+    def _few_to_weight(
+        x,
+        dy,
+        dw,
+        x_client,
+        dy_client,
+        parts: tl.constexpr,
+        rows: tl.constexpr,
+        H: tl.constexpr,
+        W: tl.constexpr,
+        C: tl.constexpr,
+        HO: tl.constexpr,
+        WO: tl.constexpr,
+        O: tl.constexpr,  # noqa: E741
+        KH: tl.constexpr,
+        KW: tl.constexpr,
+        SH: tl.constexpr,
+        SW: tl.constexpr,
+        PH: tl.constexpr,
+        PW: tl.constexpr,
+        PRECISION: tl.constexpr,
+        BK: tl.constexpr,
+        BO: tl.constexpr,
+        BM: tl.constexpr,
+    ):
+        """The same for few channels: dw[k, o] of a part of the outputs, k the entries of a window."""
+        client, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
+        blocks: tl.constexpr = (O + BO - 1) // BO
+        size: tl.constexpr = KH * KW * C
+        k = tl.program_id(0) // blocks * BK + tl.arange(0, BK)
+        o = tl.program_id(0) % blocks * BO + tl.arange(0, BO)
+        total = tl.zeros((BK, BO), dtype=tl.float32)
+        for begin in range(part * BM, rows, parts * BM):
+            m = begin + tl.arange(0, BM)
+            a = _windows(x + client * x_client, m, k, rows, H, W, C, HO, WO, KH, KW, SH, SW, PH, PW)
+            b = tl.load(
+                dy + client * dy_client + m[:, None] * O + o[None, :],
+                mask=(m < rows)[:, None] & (o < O)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+        place = (client * parts + part) * size * O + k[:, None] * O + o[None, :]
+        tl.store(dw + place, total, mask=(k < size)[:, None] & (o < O)[None, :])
+
+    @triton.jit
     def _pool(
         x, y, index, image, down, across, channel, count, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
         K: tl.constexpr, BLOCK: tl.constexpr,
@@ -276,7 +350,8 @@ def conv(x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> Tensor:
     """Clients × ((images, H, W, C), (kh, kw, C, O), (O,) → (images, height, width, O))."""
     clients, rows = len(x), g.images * g.height * g.width
     y = x.new_empty((clients, g.images, g.height, g.width, g.O))
-    bm, bn, bk = 256, _power(g.O, 16, 64), _power(g.C, 16, 32)
+    few = g.C < FEW.value
+    bm, bn, bk = 256, _power(g.O, 16, 64), 32 if few else _power(g.C, 16, 32)
     grid = triton.cdiv(rows, bm), triton.cdiv(g.O, bn), clients
     if _real(y):
         strides = (x.stride(0), w.stride(0), bias.stride(0))
@@ -296,12 +371,27 @@ def conv_to_input(dy: Tensor, w: Tensor, g: Geometry) -> Tensor:
 
 def conv_to_weight(x: Tensor, dy: Tensor, g: Geometry) -> Tensor:
     clients, rows, taps = len(x), g.images * g.height * g.width, g.kernel[0] * g.kernel[1]
+    if g.C < FEW.value:
+        return _of_few(x, dy, g)
     dw = x.new_empty((clients, *g.kernel, g.C, g.O))
     bc, bo, bm = _power(g.C, 16, 64), _power(g.O, 16, 64), 64
     grid = taps, triton.cdiv(g.C, bc) * triton.cdiv(g.O, bo), clients
     if _real(dw):
         _conv_to_weight[grid](x, dy, dw, x.stride(0), dy.stride(0), rows, *_sizes(g), bc, bo, bm)
     return dw
+
+
+def _of_few(x: Tensor, dy: Tensor, g: Geometry) -> Tensor:
+    clients, rows, entries = len(x), g.images * g.height * g.width, g.kernel[0] * g.kernel[1] * g.C
+    bk, bo, bm = 32, _power(g.O, 16, 64), 64
+    tiles = triton.cdiv(entries, bk) * triton.cdiv(g.O, bo)
+    # A device has room for a thousand programs; each is to have some rows to add up.
+    parts = max(1, min(1024 // (tiles * clients), triton.cdiv(rows, 8 * bm)))
+    dw = x.new_empty((clients, parts, *g.kernel, g.C, g.O))
+    if _real(dw):
+        grid = tiles, parts, clients
+        _few_to_weight[grid](x, dy, dw, x.stride(0), dy.stride(0), parts, rows, *_sizes(g), bk, bo, bm)
+    return dw[:, 0] if parts == 1 else dw.sum(1)
 
 
 def pool(x: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from apiece import tree
-from apiece.optim import Recipe
+from apiece.descent import descend
+from apiece.optim import Recipe, Rule
 from apiece.params import Params
 from apiece.shard import Batch, Shard
 
@@ -40,13 +41,18 @@ def loop(step: Callable[[Carry, Batch], Carry], carry: Carry, batches: Iterable[
         found: Carry = step(carry, batch)
         return found if batch.live is None else tree.where(batch.live, found, carry)
 
+    return _over(after, carry, batches)
+
+
+def _over(step: Callable[[Carry, Batch], Carry], carry: Carry, batches: Iterable[Batch]) -> Carry:
+    """Every batch in turn, in the engine's own way if it has one."""
     looper = _looper.get()
     if looper is not None:
         with looping(None):
-            carry = looper(after, carry, batches)
+            carry = looper(step, carry, batches)
             return carry
     for batch in batches:
-        carry = after(carry, batch)
+        carry = step(carry, batch)
     return carry
 
 
@@ -72,12 +78,33 @@ def grad(objective: Callable[..., Tensor]) -> Callable[..., Params]:
 
 def sgd(objective: Callable[[Params, Batch], Tensor], params: Params, data: Shard, recipe: Recipe) -> Params:
     """`params` trained on `data` by the recipe's optimizer, which starts afresh."""
+    batches = data.batches(recipe.batch_size, recipe.epochs, recipe.steps)
+    if recipe.rule == Rule(lr=recipe.lr):
+        return _descended(objective, params, batches, recipe.lr)
     optimizer, nabla = recipe.rule.build(), grad(objective)
 
     def step(carry: tuple[Params, object], batch: Batch) -> tuple[Params, object]:
         w, state = carry
         return optimizer.update(nabla(w, batch), state, w)
 
-    batches = data.batches(recipe.batch_size, recipe.epochs, recipe.steps)
     trained, _ = loop(step, (params, optimizer.init(params)), batches)
     return trained
+
+
+def _descended(
+    objective: Callable[[Params, Batch], Tensor], params: Params, batches: Iterable[Batch], lr: float
+) -> Params:
+    """Plain steps. By a batch of padding one goes no distance: to drop it would cost passes over all params.
+
+    From the second on, a step may write its params over: they are the one's before.
+    """
+    owned = False
+
+    def step(w: Params, batch: Batch) -> Params:
+        nonlocal owned
+        rate = lr if batch.live is None else torch.where(batch.live, lr, 0.0)
+        w = descend(lambda w: objective(w, batch), w, rate, owned)
+        owned = True
+        return w
+
+    return _over(step, params, batches)

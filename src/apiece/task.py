@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from apiece import random, tree
 from apiece.augment import Augment
+from apiece.descent import Linear
 from apiece.errors import ApieceError
 from apiece.params import Params
 from apiece.random import Key
@@ -185,6 +186,9 @@ class Task:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = self.factory().eval().to(self.device)
+        for layer in module.modules():
+            if type(layer) is nn.Linear:
+                layer.__class__ = Linear
         if self.channels_last and self.device.type == "cpu":
             for layer in module.modules():
                 if isinstance(layer, nn.Conv2d):

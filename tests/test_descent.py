@@ -1,0 +1,182 @@
+"""A step against w − r·∇ by plain autograd, whatever the objective makes of the weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from apiece import tree
+from apiece.descent import SMALL, Linear, descend
+from apiece.local import sgd
+from apiece.optim import Recipe
+from apiece.params import Params
+from apiece.random import as_key
+from apiece.shard import Rows, Shard
+
+WIDE, CLIENTS, ROWS, RATE = 256, 3, 5, 0.3
+assert WIDE * WIDE >= SMALL
+
+
+class Net(nn.Module):
+    """`first` and `last` large and small, `twice` used twice, `idle` never."""
+
+    def __init__(self, linear: type[nn.Linear]) -> None:
+        super().__init__()
+        self.first, self.twice = linear(WIDE, WIDE), linear(WIDE, WIDE)
+        self.last, self.idle = linear(WIDE, 2), linear(WIDE, WIDE)
+        self.bare = linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.twice(self.twice(torch.tanh(self.first(x))).relu())
+        return self.bare(self.last(hidden))
+
+
+torch.manual_seed(0)
+NET = Net(nn.Linear)
+START = Params({name: p.detach() for name, p in NET.named_parameters()})
+X = torch.randn(CLIENTS, ROWS, WIDE)
+SEQUENCES = torch.randn(CLIENTS, ROWS, 4, WIDE)
+
+Objective = Callable[[nn.Module, Params, Tensor], Tensor]
+
+
+def outputs(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    result: Tensor = functional_call(net, dict(w), (x,))
+    return result
+
+
+def plain(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    return outputs(net, w, x).square().mean()
+
+
+def penalized(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    return plain(net, w, x) + 0.1 * (w["first.weight"] ** 3).sum() + 0.01 * w.sqnorm()
+
+
+def read_elsewhere(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """The layer's weights in a product that is not the layer's."""
+    return plain(net, w, x) + (x @ w["first.weight"]).tanh().mean()
+
+
+def another_model(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """Two models of one step, the second of changed weights."""
+    return plain(net, w, x) + plain(net, w.map(torch.sin), x)
+
+
+def sensitive(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """A gradient inside the objective: by the inputs, of the same layers."""
+    return torch.func.grad(lambda x: outputs(net, w, x).sum())(x).square().sum() + plain(net, w, x)
+
+
+OBJECTIVES = [plain, penalized, read_elsewhere, another_model, sensitive]
+
+
+def by_autograd(objective: Objective, w: Params, x: Tensor) -> Params:
+    leaves = w.map(lambda p: p.clone().requires_grad_())
+    found = torch.autograd.grad(objective(NET, leaves, x), list(leaves.values()), allow_unused=True)
+    return Params(
+        {name: w[name] if g is None else w[name] - RATE * g for name, g in zip(w, found, strict=True)}
+    )
+
+
+def close(ours: Params, theirs: Params) -> None:
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    return Net(Linear)
+
+
+@pytest.mark.parametrize("x", [X, SEQUENCES], ids=["rows", "sequences"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_of_a_client_alone(objective: Objective, x: Tensor, net: nn.Module) -> None:
+    before = START.map(torch.clone)
+    with torch.no_grad():
+        ours = descend(lambda w: objective(net, w, x[0]), before, RATE, False)
+    close(ours, by_autograd(objective, START, x[0]))
+    close(before, START)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared start", "starts of their own"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_of_many_clients(objective: Objective, own: bool, net: nn.Module) -> None:
+    starts = [START.map(lambda p, k=k: p * (1 + 0.1 * k * own)) for k in range(CLIENTS)]
+    stacked = tree.stack(starts) if own else START
+
+    def step(w: Params, x: Tensor, rate: Tensor) -> Params:
+        return descend(lambda w: objective(net, w, x), w, rate, False)
+
+    with torch.no_grad():
+        ours = vmap(step, in_dims=(0 if own else None, 0, 0))(stacked, X, torch.full((CLIENTS,), RATE))
+    for k, start in enumerate(starts):
+        close(tree.take(ours, k), by_autograd(objective, start, X[k]))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_written_over(objective: Objective, net: nn.Module) -> None:
+    """The same numbers where nobody else reads the params; and nothing but params is written over."""
+    x = X.clone()
+
+    def steps(x: Tensor) -> Params:
+        w = descend(lambda w: objective(net, w, x), START, RATE, False)
+        return descend(lambda w: objective(net, w, x), w, RATE / 10, True)
+
+    def plainly(x: Tensor) -> Params:
+        w = by_autograd(objective, START, x)
+        return w + (by_autograd(objective, w, x) - w) / 10
+
+    with torch.no_grad():
+        together = vmap(steps)(x)
+        alone = [steps(x[k]) for k in range(CLIENTS)]
+    for k in range(CLIENTS):
+        close(tree.take(together, k), plainly(X[k]))
+        close(alone[k], plainly(X[k]))
+    assert torch.equal(x, X)
+
+
+def test_whoever_differentiates_a_step_gets_its_derivative(net: nn.Module) -> None:
+    def after(w: Params) -> Tensor:
+        return plain(net, descend(lambda w: plain(net, w, X[0]), w, RATE, False), X[1])
+
+    def plainly(w: Params) -> Tensor:
+        g = torch.autograd.grad(plain(NET, w, X[0]), list(w.values()), create_graph=True, allow_unused=True)
+        moved = {n: p if d is None else p - RATE * d for (n, p), d in zip(w.items(), g, strict=True)}
+        return plain(NET, Params(moved), X[1])
+
+    leaves = START.map(lambda p: p.clone().requires_grad_())
+    found = torch.autograd.grad(plainly(leaves), list(leaves.values()), allow_unused=True)
+    expected = Params(
+        {n: p.new_zeros(p.shape) if g is None else g for (n, p), g in zip(START.items(), found, strict=True)}
+    )
+    with torch.no_grad():
+        close(torch.func.grad(after)(START), expected)
+
+
+def test_an_objective_of_no_param_moves_nothing(net: nn.Module) -> None:
+    with torch.no_grad():
+        alone = descend(lambda w: X.sum(), START, RATE, False)
+        together = vmap(lambda x: descend(lambda w: x.sum(), START, RATE, False), out_dims=None)(X)
+    close(alone, START)
+    close(together, START)
+
+
+def test_the_params_that_training_starts_from_stay() -> None:
+    """Later steps write over what the first one made, and nothing else."""
+    x, y = torch.randn(7, WIDE), torch.zeros(7, dtype=torch.long)
+    w = Params({"weight": torch.randn(WIDE, WIDE), "bias": torch.randn(WIDE)})
+    layer, before = Linear(WIDE, WIDE), w.map(torch.clone)
+    key = as_key(1)
+    shard = Shard(x, y, Rows(torch.arange(7), torch.tensor(7), key, key), True)
+    with torch.no_grad():
+        sgd(
+            lambda w, batch: F.mse_loss(functional_call(layer, dict(w), (batch.x,)), batch.x),
+            w,
+            shard,
+            Recipe("sgd", 0.1, 0.0, 0.0, 0.9, 0.999, 1e-8, 2, 3, 0),
+        )
+    assert all(torch.equal(w[name], before[name]) for name in w)
