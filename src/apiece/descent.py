@@ -55,7 +55,8 @@ class _Step:
         rows = x.flatten(0, -2)
         y = F.linear(rows, constant, bias)
         self.uses.append(_Use(name, rows, y))
-        return y.unflatten(0, x.shape[:-1])
+        whole: Tensor = y.unflatten(0, x.shape[:-1])
+        return whole
 
 
 _current: ContextVar[_Step | None] = ContextVar("step", default=None)
@@ -80,8 +81,9 @@ def descend(
     """params − rate · ∇objective(params); `owned`: nobody else reads them, they may be written over."""
     levels = _levels()
     together = levels == [TransformType.Vmap]
-    if levels and not together or torch.is_grad_enabled():  # someone may differentiate what comes out
-        return params - rate * torch.func.grad(objective)(params)
+    if (levels and not together) or torch.is_grad_enabled():  # someone may differentiate what comes out
+        nabla: Params = torch.func.grad(objective)(params)
+        return params - rate * nabla
     with _differentiable(params, together) as (w, plain):
         step = _Step(params, w, together)
         token = _current.set(step)

@@ -19,6 +19,8 @@ except ImportError:  # PyTorch without CUDA comes without it
 
 available = triton is not None
 
+FILL = 512  # programs that a large device computes at once, about
+
 
 class Geometry(NamedTuple):
     """A convolution of (H, W, C) images with channels last to (height, width, O)."""
@@ -342,6 +344,19 @@ def uniform(keys: Tensor, count: int) -> Tensor:
     return out
 
 
+def _few(g: Geometry) -> bool:
+    few: bool = FEW.value > g.C
+    return few
+
+
+def _tall(rows: int, others: int, most: int) -> int:
+    """Rows of a program, so few that a device is filled; for each of a column there are `others`."""
+    tall = most
+    while tall > 64 and triton.cdiv(rows, tall) * others < FILL:
+        tall //= 2
+    return tall
+
+
 def _sizes(g: Geometry) -> tuple[Any, ...]:
     return (g.H, g.W, g.C, g.height, g.width, g.O, *g.kernel, *g.stride, *g.padding, precision())
 
@@ -350,8 +365,8 @@ def conv(x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> Tensor:
     """Clients × ((images, H, W, C), (kh, kw, C, O), (O,) → (images, height, width, O))."""
     clients, rows = len(x), g.images * g.height * g.width
     y = x.new_empty((clients, g.images, g.height, g.width, g.O))
-    few = g.C < FEW.value
-    bm, bn, bk = 256, _power(g.O, 16, 64), 32 if few else _power(g.C, 16, 32)
+    bn, bk = _power(g.O, 16, 64), 32 if _few(g) else _power(g.C, 16, 32)
+    bm = _tall(rows, clients * triton.cdiv(g.O, bn), 256)
     grid = triton.cdiv(rows, bm), triton.cdiv(g.O, bn), clients
     if _real(y):
         strides = (x.stride(0), w.stride(0), bias.stride(0))
@@ -362,7 +377,8 @@ def conv(x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> Tensor:
 def conv_to_input(dy: Tensor, w: Tensor, g: Geometry) -> Tensor:
     clients, rows = len(dy), g.images * g.H * g.W
     dx = dy.new_empty((clients, g.images, g.H, g.W, g.C))
-    bm, bn, bk = 128, _power(g.C, 16, 64), _power(g.O, 16, 32)
+    bn, bk = _power(g.C, 16, 64), _power(g.O, 16, 32)
+    bm = _tall(rows, clients * triton.cdiv(g.C, bn), 128)
     grid = triton.cdiv(rows, bm), triton.cdiv(g.C, bn), clients
     if _real(dx):
         _conv_to_input[grid](dy, w, dx, dy.stride(0), w.stride(0), rows, *_sizes(g), bm, bn, bk)
@@ -371,7 +387,7 @@ def conv_to_input(dy: Tensor, w: Tensor, g: Geometry) -> Tensor:
 
 def conv_to_weight(x: Tensor, dy: Tensor, g: Geometry) -> Tensor:
     clients, rows, taps = len(x), g.images * g.height * g.width, g.kernel[0] * g.kernel[1]
-    if g.C < FEW.value:
+    if _few(g):
         return _of_few(x, dy, g)
     dw = x.new_empty((clients, *g.kernel, g.C, g.O))
     bc, bo, bm = _power(g.C, 16, 64), _power(g.O, 16, 64), 64
@@ -385,8 +401,8 @@ def _of_few(x: Tensor, dy: Tensor, g: Geometry) -> Tensor:
     clients, rows, entries = len(x), g.images * g.height * g.width, g.kernel[0] * g.kernel[1] * g.C
     bk, bo, bm = 32, _power(g.O, 16, 64), 64
     tiles = triton.cdiv(entries, bk) * triton.cdiv(g.O, bo)
-    # A device has room for a thousand programs; each is to have some rows to add up.
-    parts = max(1, min(1024 // (tiles * clients), triton.cdiv(rows, 8 * bm)))
+    # Each program is to have some rows to add up.
+    parts = max(1, min(2 * FILL // (tiles * clients), triton.cdiv(rows, 8 * bm)))
     dw = x.new_empty((clients, parts, *g.kernel, g.C, g.O))
     if _real(dw):
         grid = tiles, parts, clients

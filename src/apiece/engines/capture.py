@@ -4,7 +4,8 @@ The first call of a program runs it plainly, which also warms the libraries up; 
 for each number of clients.
 Shapes are rounded up, so that few recordings serve all chunks: clients that nobody is, rows that are padding.
 Chunks of one phase go down several lanes at once: a small chunk alone leaves most of a GPU idle.
-Of a program of many steps one step is recorded, anew in every call (`stepwise`).
+Of a program of many steps one step is recorded (`stepwise`), and replayed between the other parts: what comes
+before, between and after its steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,22 +28,22 @@ from torch import Tensor
 from apiece import tree
 from apiece.data.federated import Federated
 from apiece.engines.base import Call, Program, ceiling
-from apiece.engines.stepwise import Action, Stepwise
+from apiece.engines.stepwise import Action, Stepwise, physical
 from apiece.engines.vectorized import Vectorized
 from apiece.local import looping
-from apiece.shard import Rows
+from apiece.shard import Batch, Rows
 from apiece.tree import Tree
 
 log = logging.getLogger("apiece")
 
-MOST_GRAPHS = 64  # in a lane
+MOST_GRAPHS = 128  # in a lane
 LANES = 3
-LONG = 60  # steps from which on recording the whole program takes longer than it saves
+LONG = 16  # steps from which on recording each of them takes longer than it saves
 
 
 class _Recording(NamedTuple):
     program: Program  # kept alive: the key speaks of its objects by id
-    graph: torch.cuda.CUDAGraph
+    parts: list[Action]
     inputs: list[Tensor]
     outputs: Tree
 
@@ -52,8 +54,54 @@ class _Lane:
 
     stream: torch.cuda.Stream
     pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
+    of_steps: Any = field(default_factory=torch.cuda.graph_pool_handle)
     recordings: OrderedDict[Hashable, _Recording] = field(default_factory=OrderedDict)
     load: int = 0  # chunks it was given that nobody has waited for
+
+
+class _Tape:
+    """A recording while it is made: graphs, and steps that are replayed between them.
+
+    A step's memory is its own: it is replayed again when what was recorded after it is there already.
+    """
+
+    def __init__(self, lane: _Lane) -> None:
+        self.parts: list[Action] = []
+        self._pool, self._of_steps = lane.pool, lane.of_steps
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._met: set[int] = set()  # the memory that batches lie in
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool)
+
+    def end(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.capture_end()
+            self.parts.append(graph.replay)
+
+    def record(self, action: Action) -> Action:
+        self.end()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._of_steps)
+        try:
+            action()
+        finally:
+            graph.capture_end()
+        return graph.replay
+
+    def replay(self, place: Batch, replay: Action, batch: Batch) -> None:
+        """Batches of one pass are views of the same memory: only where it is new, something was computed."""
+        pairs = zip(tree.tensors(place), tree.tensors(batch), strict=True)
+        mine, theirs = map(list, zip(*((physical(a)[0], physical(b)[0]) for a, b in pairs), strict=True))
+        memory = {tensor.untyped_storage().data_ptr() for tensor in theirs}
+        if not memory <= self._met:
+            self._met |= memory
+            self.end()
+        self.parts += [partial(torch._foreach_copy_, mine, theirs), replay]
+        if self._graph is None:
+            self.begin()
 
 
 class _Begun(NamedTuple):
@@ -98,6 +146,7 @@ class Captured(Vectorized):
         super().__init__(device, limit)
         self._met: dict[Hashable, tuple[Program, int]] = {}  # the program is kept alive, and its steps
         self._steps = _Steps(device)
+        self._recorder = torch.cuda.Stream(device)
         self._lanes = [_Lane(torch.cuda.Stream(device)) for _ in range(LANES)]
         self.captures = 0
 
@@ -122,26 +171,25 @@ class Captured(Vectorized):
             # A recording would hold on to examples that are made for this cohort alone.
             return _Begun(super().each(program, shared, clients), ())
         count = tree.leaves(clients)[0].shape[0]
-        wide, more = _rounded(program, clients, ceiling(count, digits=4))
-        alike = (wide.key, _signature((shared, tree.take(more, 0))))
-        steps = self._met[alike][1] if alike in self._met else LONG
-        if steps >= LONG:
+        program, clients = _rounded(program, clients, ceiling(count, digits=4))
+        alike = (program.key, _signature((shared, tree.take(clients, 0))))
+        if alike not in self._met:  # few of them are as many as more, for libraries to be warm
             answer, steps = self._stepwise(program, shared, clients)
-            self._met[alike] = (wide, steps)
-            return _Begun(answer, ())
-        program, clients = wide, more
-        begun = self._replayed(program, shared, clients)
-        # What a chunk is gathered to has no use for nobody's answers already.
-        if program.together is not None:
-            return begun
-        return begun._replace(answer=tree.take(begun.answer, slice(0, count)))
+            self._met[alike] = (program, steps)
+            return _Begun(self._real(program, answer, count), ())
+        begun = self._replayed(program, shared, clients, self._met[alike][1])
+        return begun._replace(answer=self._real(program, begun.answer, count))
 
-    def _replayed(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> _Begun:
+    def _real(self, program: Program, answer: Tree, count: int) -> Tree:
+        """Without the answers of nobody, for which what a chunk is gathered to has no use already."""
+        return answer if program.together is not None else tree.take(answer, slice(0, count))
+
+    def _replayed(self, program: Program, shared: Tree, clients: tuple[Tree, ...], steps: int) -> _Begun:
         given = (shared, clients)
         key = (program.key, _signature(given), torch.backends.cuda.matmul.allow_tf32)
         lane = self._lane(key)
         if key not in lane.recordings:
-            lane.recordings[key] = self._record(program, given, lane)
+            lane.recordings[key] = self._record(program, given, lane, steps)
             if len(lane.recordings) > MOST_GRAPHS:
                 lane.recordings.popitem(last=False)
         lane.recordings.move_to_end(key)
@@ -151,7 +199,8 @@ class Captured(Vectorized):
         lane.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(lane.stream):
             torch._foreach_copy_(recording.inputs, tree.tensors(given))
-            recording.graph.replay()
+            for part in recording.parts:
+                part()
             torch._foreach_copy_(tree.tensors(answer), tree.tensors(recording.outputs))
             done = lane.stream.record_event()
         lane.load += 1
@@ -173,27 +222,28 @@ class Captured(Vectorized):
         return begun.answer
 
     def _lane(self, key: Hashable) -> _Lane:
-        """The least busy lane; one that would have to record first counts as one chunk busier."""
+        """The one that has recorded it, so that none does so twice; else the least busy one."""
+        return min(self._lanes, key=lambda lane: (key not in lane.recordings, lane.load))
 
-        def wait(lane: _Lane) -> tuple[int, bool]:
-            missing = key not in lane.recordings
-            return lane.load + missing, missing
-
-        return min(self._lanes, key=wait)
-
-    def _record(self, program: Program, given: tuple[Tree, tuple[Tree, ...]], lane: _Lane) -> _Recording:
+    def _record(
+        self, program: Program, given: tuple[Tree, tuple[Tree, ...]], lane: _Lane, steps: int
+    ) -> _Recording:
         begin = time.perf_counter()
-        held = tree.clone(given)
-        graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings():
+        held, tape = tree.clone(given), _Tape(lane)
+        looper = Stepwise(tape.record, replay=tape.replay, warm=True) if steps >= LONG else None
+        torch.cuda.synchronize(self.device)
+        with warnings.catch_warnings(), torch.cuda.stream(self._recorder), looping(looper):
             # A first state that is the start itself needs no kernel.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)
-            with torch.cuda.graph(graph, pool=lane.pool):
+            tape.begin()
+            try:
                 outputs = super().each(program, *held)
+            finally:
+                tape.end()
         self.captures += 1
         seconds = time.perf_counter() - begin
         log.info("CUDA graph %d: %s recorded in %.2f s", self.captures, program.fn.__name__, seconds)
-        return _Recording(program, graph, tree.tensors(held), outputs)
+        return _Recording(program, tape.parts, tree.tensors(held), outputs)
 
 
 def vectorized(device: torch.device, limit: int) -> Vectorized:

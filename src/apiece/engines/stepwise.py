@@ -1,9 +1,9 @@
-"""Long loops, of clients under `vmap` and of a server: a step is recorded once in a call and replayed for the
-rest of its batches.
+"""Long loops, of clients under `vmap` and of a server: a step is recorded once and replayed for the rest of
+its batches.
 
-A whole program of a thousand steps takes seconds to record, and every width of shards is another program. One
-step takes milliseconds, and what else it reads (anchors, memories, the broadcast) stays where it is for the
-rest of the call, so that nothing it was recorded with can be stale.
+A whole program of a thousand steps takes seconds to record, one step takes milliseconds. What else the step
+reads (anchors, memories, the broadcast) must lie where it lay when it was recorded: as it does within one
+call or, where all that stands before the step is recorded too, in every call.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ PLAIN = 2  # steps before one is recorded: libraries are warm then, and it is se
 
 Action = Callable[[], None]
 Record = Callable[[Action], Action]  # what a recording of the action does when it is replayed
+Replay = Callable[[Batch, Action, Batch], None]  # of a batch, what was recorded with another in its place
+
+
+def at_once(place: Batch, replay: Action, batch: Batch) -> None:
+    copy(place, batch)
+    replay()
 
 
 class Stepwise:
     """A looper (`apiece.local.looping`) of loops under so many transformations; counts the steps it has run.
 
     under: 1 for clients, under `vmap`; 0 for a server. Under `grad`, too, a replay would have no derivative.
+    warm: all that is computed has been computed before.
     """
 
-    def __init__(self, record: Record, under: int = 1) -> None:
-        self._record, self._under = record, under
+    def __init__(self, record: Record, under: int = 1, replay: Replay = at_once, warm: bool = False) -> None:
+        self._record, self._under, self._replay, self._warm = record, under, replay, warm
         self.steps = 0
 
     def __call__(self, step: Callable[[Any, Batch], Any], carry: Any, batches: Iterable[Batch]) -> Any:
@@ -42,37 +49,47 @@ class Stepwise:
         for batch in batches:
             self.steps += 1
             kind = _kind(batch)
-            if not whole or plain[kind] < PLAIN:
+            if not whole or (plain.total() if self._warm else plain[kind]) < PLAIN:
                 plain[kind] += 1
                 after = step(carry if held is None else held, batch)
                 if held is None:
                     carry = after
                 else:
-                    _copy(held, after)
+                    copy(held, after)
                 continue
             if held is None:
                 held = tree.clone(carry)
             if kind not in replays:
                 replays[kind] = self._recorded(step, held, batch)
             place, replay = replays[kind]
-            _copy(place, batch)
-            replay()
+            self._replay(place, replay, batch)
         return carry if held is None else held
 
     def _recorded(self, step: Callable[[Any, Batch], Any], held: Any, batch: Batch) -> tuple[Batch, Action]:
         place = tree.clone(batch)
 
         def action() -> None:
-            _copy(held, step(held, place))
+            copy(held, step(held, place))
 
         return place, self._record(action)
 
 
 def _kind(batch: Batch) -> Any:
-    return tuple((path, getattr(leaf, "shape", leaf)) for path, leaf in tree.flatten(batch).items())
+    return tuple((path, *_described(leaf)) for path, leaf in tree.flatten(batch).items())
 
 
-def _copy(place: Any, value: Any) -> None:
+def _described(leaf: Any) -> tuple[Any, ...]:
+    return (leaf.shape, physical(leaf)[1]) if isinstance(leaf, Tensor) else (leaf,)
+
+
+def physical(tensor: Tensor) -> tuple[Tensor, int | None]:
+    """The tensor that lies in memory, and which of its axes is that of clients."""
+    if not torch._C._functorch.is_batchedtensor(tensor):
+        return tensor, None
+    return torch._C._functorch.get_unwrapped(tensor), torch._C._functorch.maybe_get_bdim(tensor)
+
+
+def copy(place: Any, value: Any) -> None:
     for mine, leaf in zip(tree.leaves(place), tree.leaves(value), strict=True):
         if isinstance(mine, Tensor) and mine is not leaf:
             mine.copy_(leaf)
