@@ -102,7 +102,7 @@ def play(method: Method, sizes: tuple[int, ...], engine: Engine) -> Tree:
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
 def test_alpha_0_is_the_averaged_model(engine: Engine) -> None:
-    """To round-off Reptile with outer lr 1, the unweighted mean; v is of no account, of what is deployed too."""
+    """To round-off Reptile with outer lr 1, the unweighted mean; v is of no account, once deployed too."""
     ours = play(ApflMixture(0.0, False, LOCAL, PERSONAL), SIZES, engine)
     theirs = play(Reptile(LOCAL, PERSONAL), SIZES, engine)
     assert tree.same_structure(ours, theirs)
