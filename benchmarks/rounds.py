@@ -323,7 +323,7 @@ def waste(work: Work, engine: Engine, cohorts: int = 100) -> dict[str, float]:
         shapes = [(len(part), max(steps[at] for at in part)) for part in parts]
         cut_up.append(sum(clients * longest for clients, longest in shapes) / sum(steps))
         if rounds_up:
-            shapes = [(ceiling(clients, digits=4), ceiling(longest)) for clients, longest in shapes]
+            shapes = [(ceiling(clients), ceiling(longest)) for clients, longest in shapes]
         computed.append(sum(clients * longest for clients, longest in shapes) / sum(steps))
         whole.append(len(steps) * max(steps) / sum(steps))
     return {

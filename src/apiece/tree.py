@@ -6,7 +6,7 @@ int) is *static*: part of the program, not of the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +69,22 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 def same_structure(a: Tree, b: Tree) -> bool:
     return pytree.tree_structure(a) == pytree.tree_structure(b)
+
+
+def signature(tree: Tree) -> Hashable:
+    """Structure, shapes and types of the tensors, values of all else: what a program of them is fixed to."""
+    if isinstance(tree, Tensor):
+        return tree.shape, tree.dtype
+    kind = type(tree)
+    if isinstance(tree, tuple):
+        return kind, *(signature(part) for part in tree)
+    if kind in _registered:
+        parts, what = _registered[kind][0](tree)
+        return kind, what, *(signature(part) for part in parts)
+    if kind in pytree.SUPPORTED_NODES:
+        raise TypeError(f"a {kind.__name__} has no place in a tree that is recorded")
+    found: Hashable = tree
+    return found
 
 
 def flatten(tree: Tree) -> dict[str, Any]:

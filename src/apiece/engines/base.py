@@ -76,9 +76,9 @@ class Call(NamedTuple):
     where: str  # for errors: what is computed, and of whom
 
 
-def ceiling(number: int, digits: int = 3) -> int:
-    """The next number of so many binary digits and zeros, of 3: 1 … 8, 10, 12, 14, 16, 20, 24 …"""
-    step = 1 << max((number - 1).bit_length() - digits, 0)
+def ceiling(number: int) -> int:
+    """The next number of three binary digits and zeros: 1 … 8, 10, 12, 14, 16, 20, 24 …"""
+    step = 1 << max((number - 1).bit_length() - 3, 0)
     return -(-number // step) * step
 
 

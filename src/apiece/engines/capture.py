@@ -140,7 +140,7 @@ class _Steps:
 class Captured(Vectorized):
     """Vectorized on a CUDA device, replayed: no Python and no launches between a chunk's kernels."""
 
-    overhead = 5.0
+    overhead = 12.0
 
     def __init__(self, device: torch.device, limit: int) -> None:
         super().__init__(device, limit)
@@ -171,8 +171,8 @@ class Captured(Vectorized):
             # A recording would hold on to examples that are made for this cohort alone.
             return _Begun(super().each(program, shared, clients), ())
         count = tree.leaves(clients)[0].shape[0]
-        program, clients = _rounded(program, clients, ceiling(count, digits=4))
-        alike = (program.key, _signature((shared, tree.take(clients, 0))))
+        program, clients = _rounded(program, clients, ceiling(count))
+        alike = (program.key, tree.signature((shared, tree.take(clients, 0))))
         if alike not in self._met:  # few of them are as many as more, for libraries to be warm
             answer, steps = self._stepwise(program, shared, clients)
             self._met[alike] = (program, steps)
@@ -186,7 +186,7 @@ class Captured(Vectorized):
 
     def _replayed(self, program: Program, shared: Tree, clients: tuple[Tree, ...], steps: int) -> _Begun:
         given = (shared, clients)
-        key = (program.key, _signature(given), torch.backends.cuda.matmul.allow_tf32)
+        key = (program.key, tree.signature(given), torch.backends.cuda.matmul.allow_tf32)
         lane = self._lane(key)
         if key not in lane.recordings:
             lane.recordings[key] = self._record(program, given, lane, steps)
@@ -268,11 +268,3 @@ def _rounded(program: Program, clients: tuple[Tree, ...], count: int) -> tuple[P
     if more == 0:
         return program, wide
     return program, tree.map(lambda leaf: torch.cat([leaf, leaf.new_zeros((more, *leaf.shape[1:]))]), wide)
-
-
-def _signature(given: Tree) -> Hashable:
-    """Shapes and types of the tensors, values of all else: what a recording is fixed to."""
-    return tuple(
-        (path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (path, leaf)
-        for path, leaf in tree.flatten(given).items()
-    )
