@@ -49,6 +49,7 @@ class Choice:
     data: str  # a hash of the examples
     torch: str
     reason: str
+    streamed: bool = False  # are the examples copied to the device cohort by cohort?
 
 
 class Option(NamedTuple):
@@ -178,7 +179,7 @@ def fitting(
     Tried on the clients with most examples, for two batches. Each lane of the engine needs as much again.
     """
     f, round = training.federation, training.round(0)
-    ids = f.data.seen_ids if isinstance(f.data, Federated) else f.data.seen_ids[:limit]
+    ids = f.data.seen_ids if isinstance(f.data.kept, Federated) else f.data.seen_ids[:limit]
     largest = ids[np.argsort(-f.data.sizes(ids)[0], kind="stable")[:limit]]
     broadcast = f.method.broadcast(server, round)
     made = engine or (lambda clients: Vectorized(f.task.device, clients))
@@ -225,7 +226,7 @@ class _Probe:
     def __init__(self, training: Training, server: Server, chunk: int) -> None:
         self._federation, self._chunk = training.federation, chunk
         self._round = training.round(0)
-        self._cohort = training.sampler(self._federation.data, self._round)
+        self._cohort = training.drawn(self._round)
         self._broadcast = self._federation.method.broadcast(server, self._round)
         self._engines: dict[tuple[Option, int], Engine] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apiece import random, tree
+from apiece.data.arena import Arena
 from apiece.data.federated import Clients, Ints
 from apiece.engines.base import Call, Engine, Federation, Program
 from apiece.errors import ApieceError
@@ -187,9 +189,9 @@ def _each_client(
     sizes = federation.data.sizes(ids)[0].tolist()
     chunks = engine.cut(sizes, federation.method.personal)
 
-    def call(chunk: list[int]) -> Call:
+    def call(chunk: list[int], arena: Arena | None) -> Call:
         clients = [int(ids[at]) for at in chunk]
-        data = federation.data.take(clients)
+        data = federation.data.brought(federation.data.kept.take(clients), arena)
         held = replace(federation, data=data)
         train, train_even = held.rows(data.train, range(len(clients)), clients, key)
         test, test_even = held.rows(data.test, range(len(clients)), clients, key)
@@ -197,7 +199,8 @@ def _each_client(
         where = f"in personalize of {type(federation.method).__name__}, clients {clients}"
         return Call(Program(fn, held, (train_even, test_even)), broadcast, (train, test, states), where)
 
-    yield from zip(chunks, engine.answers(map(call, chunks)), strict=True)
+    arenas = cycle(engine.arenas or (None,))
+    yield from zip(chunks, engine.answers(map(call, chunks, arenas)), strict=True)
 
 
 def summarize(pair: Pair, chosen: NDArray[np.bool_], n_test: NDArray[np.int64]) -> Group | None:

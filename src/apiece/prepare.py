@@ -18,6 +18,7 @@ from apiece import models, random, tree
 from apiece.augment import AUGMENTATIONS
 from apiece.choice import Choice, Option, build, choose, fitting, pick_device, rebuild
 from apiece.data.federated import Clients, Examples, Federated, Ints, resident
+from apiece.data.streamed import Streamed, fits, free_memory, streamed
 from apiece.engines.base import Engine, Federation
 from apiece.engines.lowering import fastest, lowered
 from apiece.engines.pool import share
@@ -122,12 +123,13 @@ def prepare(
         keep_memory()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = experiment.precision == "tf32"
     torch.backends.cudnn.deterministic = True
-    data = (load_data(experiment, examples) if dealt is None else dealt).to(device)
+    data = load_data(experiment, examples) if dealt is None else dealt
     _check(experiment, data)
     experiment = experiment.resolved(len(data.seen_ids), data.partition)
+    method = experiment.build_method()
+    data = _placed(data, device, choice.streamed if choice else _too_large(data, device, method))
     cluster = _cluster(experiment, data) if remote and choice is None else None
     computing = torch.device(choice.device) if choice else cluster.device if cluster else device
-    method = experiment.build_method()
     if dealt is None:
         _tell_small_clients(data)
         _tell_idle_stage(method, experiment.rounds)
@@ -182,15 +184,17 @@ def prepare(
             "mapped" if federation.store.mapped else "memory",
             fingerprint(data),
             torch.__version__,
-            reason,
+            reason + _told_streamed(data),
+            isinstance(data, Streamed),
         )
     torch.set_num_threads(choice.threads)
     engine = beside.engine if beside else rebuild(choice, experiment.processes, experiment.address)
     metrics = tuple(training.shapes.of(training.broadcast(server, 0)).metrics)
     record = Record(folder, experiment.id, metrics, experiment.also, experiment.target)
     also = {name: _newcomers(name, experiment, federation) for name in experiment.also}
-    training = replace(training, engine=engine)
-    return Session(experiment, choice, engine, federation, training, server, record, also)
+    return Session(
+        experiment, choice, engine, federation, replace(training, engine=engine), server, record, also
+    )
 
 
 def _check(experiment: Experiment, data: Clients) -> None:
@@ -202,7 +206,26 @@ def _check(experiment: Experiment, data: Clients) -> None:
             f"lower --cohort, or have more clients"
         )
     if experiment.sampler != "uniform":
-        resident(data, f"--sampler {experiment.sampler}")
+        resident(data.kept, f"--sampler {experiment.sampler}")
+
+
+def _too_large(data: Clients, device: torch.device, method: Method) -> bool:
+    """Must the cohorts' examples be copied to the device one after another? A pool is needed whole."""
+    if not isinstance(data, Federated) or device.type != "cuda" or method.pooled:
+        return False
+    return data.y.device.type == "cpu" and not fits(tree.nbytes((data.x, data.y)), free_memory(device))
+
+
+def _placed(data: Clients, device: torch.device, stream: bool) -> Clients:
+    """The data on the device, or streamed to it."""
+    return streamed(data, device) if stream and isinstance(data, Federated) else data.to(device)
+
+
+def _told_streamed(data: Clients) -> str:
+    if not isinstance(data, Streamed):
+        return ""
+    size = tree.nbytes((data.host.x, data.host.y)) / 1e9
+    return f"; the examples, {size:.3g} GB, stay in the host's memory: a cohort's are copied to the device"
 
 
 def _cluster(e: Experiment, data: Clients) -> Cluster:
@@ -216,8 +239,9 @@ def _furnished(task: Task, experiment: Experiment, data: Clients, root: int) -> 
         task = replace(task, prior=load_params(experiment.prior, start))
     if experiment.start:
         start = load_params(experiment.start, start)
-    if isinstance(data, Federated) and len(data.proxy):
-        task = replace(task, proxy=_proxy(data, root))
+    kept = data.kept
+    if isinstance(kept, Federated) and len(kept.proxy):
+        task = replace(task, proxy=_proxy(data.brought(kept.holder("proxy", kept.proxy)), root))
     return task, start
 
 
@@ -236,15 +260,17 @@ def load_params(place: str, like: Params) -> Params:
 
 
 def _proxy(data: Federated, root: int) -> Shard:
+    """The examples of the only client, who is the server."""
     device = data.y.device
     key = random.as_key(random.fold(root, "proxy"), device)
-    place = torch.as_tensor(data.proxy, device=device)
+    place = torch.as_tensor(data.train[0], device=device)
     return Shard(data.x, data.y, Rows(place, random.as_key(len(place), device), key, key), True)
 
 
 def _newcomers(name: str, experiment: Experiment, federation: Federation) -> Federation:
     """Another dataset's clients, dealt out and split as the run's own; none of them is ever trained on."""
-    data = load_data(replace(experiment, data=name, proxy=0.0)).to(federation.task.device)
+    found = load_data(replace(experiment, data=name, proxy=0.0))
+    data = _placed(found, federation.task.device, isinstance(federation.data, Streamed))
     if (data.input_shape, data.classes) != (federation.data.input_shape, federation.data.classes):
         raise ApieceError(
             f"{name} has other inputs or classes than {experiment.data}: the model does not fit"
@@ -255,7 +281,7 @@ def _newcomers(name: str, experiment: Experiment, federation: Federation) -> Fed
 def fingerprint(data: Clients) -> str:
     """A hash of the examples that are in memory when a few clients' are: of all, where they are resident."""
     digest = hashlib.sha256()
-    held = data.take(range(min(data.population, WITNESSES)))
+    held = data.kept.take(range(min(data.population, WITNESSES)))
     for array in (*tree.leaves(held.x), held.y):
         digest.update(array.cpu().numpy())
     return digest.hexdigest()[:16]

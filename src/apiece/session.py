@@ -213,7 +213,7 @@ def absolute(experiment: Experiment) -> Experiment:
 
 def _partition(session: Session) -> list[tuple[Any, ...]]:
     """The rows of partition.csv: of all clients, or of those that are scored where not all are in memory."""
-    data = session.federation.data
+    data = session.federation.data.kept
     return datasets.partition_table(
         data, None if isinstance(data, Federated) else session.scored(data, session.experiment.rounds)
     )

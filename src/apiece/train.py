@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from apiece import random, tree
+from apiece.data.arena import Arena
 from apiece.data.federated import Clients, Ints
 from apiece.engines.base import Engine, Federation, Member, Outcome, client_phase
 from apiece.errors import ApieceError
 from apiece.method import Broadcast, Method, Round, Server
 from apiece.params import Params
-from apiece.sample import Sampler
+from apiece.sample import Cohort, Sampler
 from apiece.spec import Shapes
 from apiece.store import Store
 from apiece.task import Task
@@ -54,6 +55,7 @@ class Training:
     sampler: Sampler
     cohort_size: int
     shapes: Shapes
+    arena: Arena = field(default_factory=Arena)  # for the cohort that is open
 
     def round(self, index: int) -> Round:
         return describe(index, self.federation.data, self.cohort_size, self.federation.root)
@@ -66,9 +68,16 @@ class Training:
         for (closed,) in together([self], [server], begin, end):
             yield closed
 
+    def drawn(self, round: Round, into: Arena | None = None) -> Cohort:
+        """The cohort of a round, its examples where they are computed."""
+        data = self.federation.data
+        cohort = self.sampler(data.kept, round)
+        return cohort._replace(data=data.brought(cohort.data, into))
+
     def open(self, server: Server, index: int) -> Member:
+        """The round begins, and the one that was opened before is over: all its chunks have been answered."""
         round = self.round(index)
-        cohort = self.sampler(self.federation.data, round)
+        cohort = self.drawn(round, self.arena if self.engine.arenas else None)
         broadcast = self.federation.method.broadcast(server, round)
         return Member(replace(self.federation, data=cohort.data), broadcast, cohort, round)
 

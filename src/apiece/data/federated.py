@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apiece import random, tree
+from apiece.data.arena import Arena
 from apiece.errors import ApieceError, unknown
 from apiece.tree import Tree
 
@@ -84,6 +85,10 @@ class Clients(ABC):
     names: Sequence[str]  # the clients', by id
     seen: NDArray[np.bool_]  # False: never sampled, only scored
     partition: str  # how it was dealt out
+    # What is missing for who needs all examples, and what to do.
+    lack: ClassVar[str] = (
+        "in memory, and these are made when they are asked for: use data that is resident (docs/data.md)"
+    )
 
     @abstractmethod
     def take(self, ids: Sequence[int]) -> Federated:
@@ -96,6 +101,15 @@ class Clients(ABC):
     @abstractmethod
     def to(self, device: torch.device) -> Clients:
         """The same, its examples on `device`."""
+
+    @property
+    def kept(self) -> Clients:
+        """The same, their examples where they are kept: to see who holds what before any is copied."""
+        return self
+
+    def brought(self, some: Federated, into: Arena | None = None) -> Federated:
+        """Clients taken of `kept`, on the device; where `into` is given, until it is filled again."""
+        return some
 
     @property
     def padding(self) -> int:
@@ -142,7 +156,7 @@ class Federated(Clients):
     seen: NDArray[np.bool_]
     proxy: Ints  # rows of the server's own, taken out of the seen clients' training rows
     partition: str = ""
-    lasting: bool = True  # False: made for one cohort and gone after it
+    lasting: bool = True  # False: the arrays were made for one cohort and are gone after it
 
     def take(self, ids: Sequence[int]) -> Federated:
         """The arrays stay as they are."""
@@ -181,10 +195,14 @@ class Federated(Clients):
 
     def pool(self) -> Federated:
         """The seen clients' training rows as one client: what the centralized baseline trains on."""
-        rows = np.concatenate([self.train[i] for i in self.seen_ids])
-        empty: Ints = np.zeros(0, dtype=np.int64)
+        return self.holder("pool", np.concatenate([self.train[i] for i in self.seen_ids]))
+
+    def holder(self, name: str, rows: Ints) -> Federated:
+        """One client alone, who trains on these rows."""
         everyone = np.ones(1, dtype=bool)
-        return replace(self, names=("pool",), train=Ragged.of([rows]), test=Ragged.of([empty]), seen=everyone)
+        return replace(
+            self, names=(name,), train=Ragged.of([rows]), test=Ragged.of([rows[:0]]), seen=everyone
+        )
 
     def validation(self, share: float, key: int) -> Federated:
         """The seen clients alone, their training rows split into train and test: what tuning works on.
@@ -330,12 +348,9 @@ def with_padding(array: Any) -> Tensor:
 
 
 def resident(data: Clients, what: str) -> Federated:
-    """`data`, which `what` needs in memory whole."""
+    """`data`, which `what` needs whole."""
     if not isinstance(data, Federated):
-        raise ApieceError(
-            f"{what} needs every client's examples in memory, and these are made when they are asked for: "
-            f"use data that is resident (docs/data.md)"
-        )
+        raise ApieceError(f"{what} needs every client's examples {data.lack}")
     return data
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apiece import random, tree
+from apiece.data.arena import Arena
 from apiece.data.federated import Clients, Ragged
 from apiece.method import MEAN, Broadcast, Method, Reduce, Round, Stacked
 from apiece.optim import Recipe
@@ -39,10 +40,13 @@ class Engine(ABC):
 
     name: ClassVar[str]
     overhead: float = 0.0  # of a step of a chunk, in clients: what `cut` weighs padding against
+    # When a chunk's examples are copied, nothing reads those of so many chunks before any more. 0: unknown.
+    under_way: ClassVar[int] = 1
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self.device = device
         self.limit = limit
+        self.arenas = tuple(Arena() for _ in range(self.under_way))  # for chunks, in turn
 
     @abstractmethod
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:

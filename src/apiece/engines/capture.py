@@ -141,6 +141,7 @@ class Captured(Vectorized):
     """Vectorized on a CUDA device, replayed: no Python and no launches between a chunk's kernels."""
 
     overhead = 12.0
+    under_way = LANES
 
     def __init__(self, device: torch.device, limit: int) -> None:
         super().__init__(device, limit)

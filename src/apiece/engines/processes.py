@@ -105,6 +105,7 @@ class Processes(Pool["_Child"], Engine):
 
     name = "processes"
     one, many = "a process", "processes"
+    under_way = 0
 
     def __init__(self, device: torch.device, processes: int, inside: Engine | None = None) -> None:
         if obstacle(device):

@@ -222,6 +222,7 @@ class Ray(Pool["_Actor"], Engine):
     """Chunks of up to `limit` clients, several at once, on the actors of a cluster."""
 
     one, many = "an actor", "actors"
+    under_way = 0
 
     def __init__(
         self, engine: str, limit: int, cluster: Cluster, address: str, layers: Mapping[str, str]
