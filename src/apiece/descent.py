@@ -2,8 +2,9 @@
 
 The gradient of a linear layer's weights is a product, dyᵀ x, as large as they are: to write it down, and to
 read it and the weights again to add them up, costs more than the product. Here a layer takes its weights for
-constants and leaves its inputs and outputs behind; autograd is asked for the outputs' gradients, and the
-product goes straight onto the weights. What else the objective makes of them has its gradient as usual.
+constants and leaves its inputs and outputs behind; autograd is asked for the outputs' gradients, times −r,
+and the product goes straight onto the weights. What else the objective makes of them is differentiated as
+usual.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Step:
         if not name or bias is None or weight.numel() < self._least or len(_levels()) != self._depth:
             return None
         rows = x.flatten(0, -2)
-        y = F.linear(rows, constant, bias)
+        y = rows @ constant.mT + bias  # vmap's own `linear` would multiply the bias by 1
         self.uses.append(_Use(name, rows, y))
         whole: Tensor = y.unflatten(0, x.shape[:-1])
         return whole
@@ -94,9 +95,10 @@ def descend(
         if not value.requires_grad:  # of no param, or of none that matters
             return params
         sources = [*w.values(), *(use.y for use in step.uses)]
+        seed = -rate.expand_as(value) if isinstance(rate, Tensor) else torch.full_like(value, -rate)
         parts = [
             None if part is None else plain(part)
-            for part in torch.autograd.grad(-rate * value, sources, allow_unused=True)
+            for part in torch.autograd.grad(value, sources, seed, allow_unused=True)
         ]
         uses = [use._replace(x=plain(use.x)) for use in step.uses]
     moved = dict(params)

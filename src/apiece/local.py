@@ -102,7 +102,7 @@ def _descended(
 
     def step(w: Params, batch: Batch) -> Params:
         nonlocal owned
-        rate = lr if batch.live is None else torch.where(batch.live, lr, 0.0)
+        rate = lr if batch.live is None else lr * batch.live
         w = descend(lambda w: objective(w, batch), w, rate, owned)
         owned = True
         return w

@@ -109,10 +109,12 @@ def prepare(
     examples: Examples | None = None,
     dealt: Clients | None = None,
     beside: Session | None = None,
+    replicas: int = 1,
 ) -> Session:
     """Load the data, unless it is `dealt` out already; build task and method, choose what is to be chosen.
 
-    `beside`: a session of the same experiment with another seed, whose data, model and engine are shared.
+    `beside`: a session of the same experiment with another seed, whose data, model and engine are shared;
+    `replicas`: how many of them there will be, this one included.
     """
     if beside is not None:
         choice, dealt = beside.choice, beside.federation.data
@@ -138,7 +140,7 @@ def prepare(
         task = replace(task, precision=torch.bfloat16)
     task = replace(task, augment=AUGMENTATIONS[experiment.augment])
     engines = _engines(task, experiment, data)
-    layers = choice.layers if choice else _layers(task, engines, method, experiment, data, cluster)
+    layers = choice.layers if choice else _layers(task, engines, method, experiment, data, cluster, replicas)
     if beside is not None:
         task = replace(task, module=beside.federation.task.module)
     elif not remote:
@@ -332,6 +334,7 @@ def _layers(
     experiment: Experiment,
     data: Clients,
     cluster: Cluster | None,
+    replicas: int,
 ) -> dict[str, str]:
     """How the layers are computed where clients are computed together, by measuring on some examples."""
     device = cluster.device if cluster else task.device
@@ -341,7 +344,7 @@ def _layers(
     rows = torch.from_numpy(held.train.rows[: method.local.batch_size or 64]).to(task.device)
     x, y = tree.take((held.x, held.y), rows)
     if cluster is None:
-        return fastest(task, x, y, min(experiment.cohort, experiment.chunk))
+        return fastest(task, x, y, min(experiment.cohort * replicas, experiment.chunk))
     chunk = share(experiment.cohort, cluster.actors, "vectorized", experiment.chunk)
     return measured_layers(cluster, task, x, y, chunk)
 

@@ -96,7 +96,8 @@ def run_replicas(
             if folder is not None:
                 claims.enter_context(_claimed(folder))
             beside = sessions[0] if sessions else None
-            sessions.append(prepare(absolute(experiment).with_proxy(), folder, None, beside=beside))
+            asked = absolute(experiment).with_proxy()
+            sessions.append(prepare(asked, folder, None, beside=beside, replicas=len(runs)))
         for session in sessions:
             if session.record.folder is not None:
                 _describe(session)

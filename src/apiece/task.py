@@ -122,7 +122,7 @@ def _pixels(leaf: Tensor) -> Tensor:
 def by_example(values: Tensor, weight: Tensor) -> Tensor:
     """One value for each example: of several its mean, of padding 0."""
     values = values if values.ndim == weight.ndim else values.flatten(weight.ndim).mean(-1)
-    return torch.where(weight > 0, values, 0.0)
+    return values.masked_fill(weight <= 0, 0.0)
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Stepwise:
 
 
 def _kind(batch: Batch) -> Any:
-    return tuple((path, *_described(leaf)) for path, leaf in tree.flatten(batch).items())
+    return tuple(map(_described, tree.leaves(batch)))
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
