@@ -15,7 +15,7 @@ from apiece.engines import capture
 from apiece.engines.base import Engine
 from apiece.engines.capture import Captured
 from apiece.engines.sequential import Sequential
-from apiece.evaluate import models
+from apiece.evaluate import evaluate, models
 from apiece.methods.admm_fedmeta import ADMMFedMeta
 from apiece.methods.apfl_ewc import ApflEwc
 from apiece.methods.fedavg import FedAvg
@@ -44,14 +44,14 @@ def full_precision() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
-def begun(method: Method, engine: Engine) -> tuple[Training, Tree]:
+def begun(method: Method, engine: Engine, test: float = 0.0) -> tuple[Training, Tree]:
     """Ragged clients with dropout; six of ten take part, so chunks have other shapes in every round."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(sum(SIZES), 5)).astype(np.float32)
     y = (x @ draw.normal(size=(5, 3))).argmax(1)
     parts = [np.arange(a, b) for a, b in pairwise(np.cumsum((0, *SIZES)))]
     names = [str(i) for i in range(len(SIZES))]
-    data = federate(Examples(x, y, 3, ("a", "b", "c")), parts, names, key=0, test=0.0, unseen=0.0)
+    data = federate(Examples(x, y, 3, ("a", "b", "c")), parts, names, key=0, test=test, unseen=0.0)
     task = Task(dropout_net, device=engine.device)
     start = tree.to(Task(dropout_net).init(1), engine.device)
 
@@ -132,6 +132,22 @@ def test_graphs_are_reused_over_rounds() -> None:
     # The same cohorts again: only what was met for the first time then is recorded now.
     assert 0 < engine.captures - after + 1 <= after
     assert after < 30
+
+
+@pytest.mark.parametrize("long", [1000, 6], ids=["whole programs", "single steps"])
+def test_lanes_do_not_disturb_each_other(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody is scored in chunks of two, three at once, twenty times: the CPU's scores every time."""
+    monkeypatch.setattr(capture, "LONG", long)
+    found = []
+    for engine in (Captured(torch.device("cuda"), 2), Sequential(torch.device("cpu"))):
+        training, server = begun(FedEC(local=LOCAL), engine, test=0.4)
+        broadcast = training.broadcast(server, 0)
+        with torch.no_grad():
+            found.append(
+                [evaluate(engine, training.federation, broadcast, range(10), 1)["loss"] for _ in range(20)]
+            )
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_poisoned_client_disturbs_nobody_in_a_replay() -> None:

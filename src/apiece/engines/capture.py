@@ -10,13 +10,14 @@ before, between and after its steps.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,13 +51,37 @@ class _Recording(NamedTuple):
 
 @dataclass
 class _Lane:
-    """A stream, and recordings that replay on it alone: they share their memory, one after the other."""
+    """A stream, and recordings that are made on it and replay on it alone: they share their memory, one after
+    the other. So they do with what libraries work in, which is the stream's: of another lane's recording,
+    replayed at the same time, it would be overwritten.
+    """
 
     stream: torch.cuda.Stream
     pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
     of_steps: Any = field(default_factory=torch.cuda.graph_pool_handle)
     recordings: OrderedDict[Hashable, _Recording] = field(default_factory=OrderedDict)
     load: int = 0  # chunks it was given that nobody has waited for
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """With what libraries work in there, which recordings are not to take from their own memory."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        some = torch.ones(2, 8, 8, device=device)
+        F.linear(some[0], torch.bmm(some, some)[0], some[0, 0])
+    return stream
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Nothing is collected meanwhile: to destroy an old graph would break the recording of a new one."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Tape:
@@ -117,7 +142,7 @@ class _Steps:
     """Recordings of single steps: used within one call, their memory by the next one's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         # The pool lasts as long as one of its graphs.
         self._kept: deque[torch.cuda.CUDAGraph] = deque(maxlen=8)
@@ -126,7 +151,7 @@ class _Steps:
         # As `torch.cuda.graph` does, without emptying caches and collecting garbage, which take longer.
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _undisturbed():
             graph.capture_begin(pool=self._pool)
             try:
                 action()
@@ -147,8 +172,7 @@ class Captured(Vectorized):
         super().__init__(device, limit)
         self._met: dict[Hashable, tuple[Program, int]] = {}  # the program is kept alive, and its steps
         self._steps = _Steps(device)
-        self._recorder = torch.cuda.Stream(device)
-        self._lanes = [_Lane(torch.cuda.Stream(device)) for _ in range(LANES)]
+        self._lanes = [_Lane(_stream(device)) for _ in range(LANES)]
         self.captures = 0
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
@@ -233,7 +257,7 @@ class Captured(Vectorized):
         held, tape = tree.clone(given), _Tape(lane)
         looper = Stepwise(tape.record, replay=tape.replay, warm=True) if steps >= LONG else None
         torch.cuda.synchronize(self.device)
-        with warnings.catch_warnings(), torch.cuda.stream(self._recorder), looping(looper):
+        with warnings.catch_warnings(), torch.cuda.stream(lane.stream), _undisturbed(), looping(looper):
             # A first state that is the start itself needs no kernel.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)
             tape.begin()
