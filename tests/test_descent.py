@@ -71,7 +71,59 @@ def sensitive(net: nn.Module, w: Params, x: Tensor) -> Tensor:
     return torch.func.grad(lambda x: outputs(net, w, x).sum())(x).square().sum() + plain(net, w, x)
 
 
-OBJECTIVES = [plain, penalized, read_elsewhere, another_model, sensitive]
+def changed_in_place(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """What a layer gives is written over before it is used."""
+    hidden = functional_call(net.first, {"weight": w["first.weight"], "bias": w["first.bias"]}, (x,))  # type: ignore[arg-type]
+    return hidden.relu_().square().mean()
+
+
+def gated(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """By a layer that this is not to be a gradient of."""
+    with torch.no_grad():
+        gate = functional_call(net.twice, {"weight": w["twice.weight"], "bias": w["twice.bias"]}, (x,))  # type: ignore[arg-type]
+    return (
+        functional_call(net.first, {"weight": w["first.weight"], "bias": w["first.bias"]}, (x,)) * gate
+    ).mean()  # type: ignore[arg-type]
+
+
+def bias_elsewhere(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """Of one layer the weights alone are trained."""
+    fixed = {"weight": w["first.weight"], "bias": START["first.bias"]}
+    return functional_call(net.first, fixed, (x,)).square().mean()  # type: ignore[arg-type]
+
+
+def clipped(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """Gradients are changed on their way down, by more than a factor."""
+    return _Clipped.apply(outputs(net, w, x)).square().mean()
+
+
+class _Clipped(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+OBJECTIVES = [
+    plain,
+    penalized,
+    read_elsewhere,
+    another_model,
+    sensitive,
+    changed_in_place,
+    gated,
+    bias_elsewhere,
+    clipped,
+]
 
 
 def by_autograd(objective: Objective, w: Params, x: Tensor) -> Params:
@@ -97,7 +149,7 @@ def net() -> nn.Module:
 def test_of_a_client_alone(objective: Objective, x: Tensor, net: nn.Module) -> None:
     before = START.map(torch.clone)
     with torch.no_grad():
-        ours = descend(lambda w: objective(net, w, x[0]), before, RATE, False)
+        ours = descend(lambda w: objective(net, w, x[0]), before, RATE, before)
     close(ours, by_autograd(objective, START, x[0]))
     close(before, START)
 
@@ -108,11 +160,11 @@ def test_of_many_clients(objective: Objective, own: bool, net: nn.Module) -> Non
     starts = [START.map(lambda p, k=k: p * (1 + 0.1 * k * own)) for k in range(CLIENTS)]
     stacked = tree.stack(starts) if own else START
 
-    def step(w: Params, x: Tensor, rate: Tensor) -> Params:
-        return descend(lambda w: objective(net, w, x), w, rate, False)
+    def step(w: Params, x: Tensor) -> Params:
+        return descend(lambda w: objective(net, w, x), w, RATE, w)
 
     with torch.no_grad():
-        ours = vmap(step, in_dims=(0 if own else None, 0, 0))(stacked, X, torch.full((CLIENTS,), RATE))
+        ours = vmap(step, in_dims=(0 if own else None, 0))(stacked, X)
     for k, start in enumerate(starts):
         close(tree.take(ours, k), by_autograd(objective, start, X[k]))
 
@@ -123,8 +175,8 @@ def test_written_over(objective: Objective, net: nn.Module) -> None:
     x = X.clone()
 
     def steps(x: Tensor) -> Params:
-        w = descend(lambda w: objective(net, w, x), START, RATE, False)
-        return descend(lambda w: objective(net, w, x), w, RATE / 10, True)
+        w = descend(lambda w: objective(net, w, x), START, RATE, START)
+        return descend(lambda w: objective(net, w, x), w, RATE / 10, START)
 
     def plainly(x: Tensor) -> Params:
         w = by_autograd(objective, START, x)
@@ -141,7 +193,7 @@ def test_written_over(objective: Objective, net: nn.Module) -> None:
 
 def test_whoever_differentiates_a_step_gets_its_derivative(net: nn.Module) -> None:
     def after(w: Params) -> Tensor:
-        return plain(net, descend(lambda w: plain(net, w, X[0]), w, RATE, False), X[1])
+        return plain(net, descend(lambda w: plain(net, w, X[0]), w, RATE, w), X[1])
 
     def plainly(w: Params) -> Tensor:
         g = torch.autograd.grad(plain(NET, w, X[0]), list(w.values()), create_graph=True, allow_unused=True)
@@ -159,10 +211,59 @@ def test_whoever_differentiates_a_step_gets_its_derivative(net: nn.Module) -> No
 
 def test_an_objective_of_no_param_moves_nothing(net: nn.Module) -> None:
     with torch.no_grad():
-        alone = descend(lambda w: X.sum(), START, RATE, False)
-        together = vmap(lambda x: descend(lambda w: x.sum(), START, RATE, False), out_dims=None)(X)
+        alone = descend(lambda w: X.sum(), START, RATE, START)
+        together = vmap(lambda x: descend(lambda w: x.sum(), START, RATE, START), out_dims=None)(X)
     close(alone, START)
     close(together, START)
+
+
+def test_a_gradient_inside_the_objective_of_a_client_alone(net: nn.Module) -> None:
+    """By plain autograd, as force matching has it: its second derivatives by the weights count."""
+
+    def steep(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(outputs(net, w, x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    with torch.no_grad():
+        ours = descend(lambda w: steep(net, w, X[0]), START, RATE, START)
+    close(ours, by_autograd(steep, START, X[0]))
+
+
+def test_a_param_that_only_later_steps_use_is_not_written_over(net: nn.Module) -> None:
+    before = START.map(torch.clone)
+
+    def twice(w: Params) -> Tensor:
+        w = w | START.split(("first", "last"))[0]
+        return functional_call(
+            net.twice, {"weight": w["twice.weight"], "bias": w["twice.bias"]}, (X[0],)
+        ).mean()
+
+    def idle(w: Params) -> Tensor:
+        return functional_call(net.idle, {"weight": w["idle.weight"], "bias": w["idle.bias"]}, (X[0],)).mean()
+
+    with torch.no_grad():
+        w = START
+        for objective in (twice, idle, idle):
+            w = descend(objective, w, RATE, START)
+    assert all(torch.equal(START[name], before[name]) for name in before)
+    assert not torch.equal(w["idle.weight"], before["idle.weight"])
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_batch_of_padding_goes_nowhere_even_if_its_gradient_is_nan(together: bool, net: nn.Module) -> None:
+    live = torch.tensor([True, False, True])
+
+    def step(x: Tensor, live: Tensor) -> Params:
+        def objective(w: Params) -> Tensor:
+            return plain(net, w, x) / torch.where(live, 1.0, 0.0)
+
+        return descend(objective, START, RATE, START, live)
+
+    with torch.no_grad():
+        found = vmap(step)(X, live) if together else tree.stack([step(X[k], live[k]) for k in range(CLIENTS)])
+    for k in range(CLIENTS):
+        close(tree.take(found, k), by_autograd(plain, START, X[k]) if live[k] else START)
 
 
 def test_the_params_that_training_starts_from_stay() -> None:

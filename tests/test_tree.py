@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from apiece import Params, tree
+from apiece.method import Model
 
 
 class Pair(NamedTuple):
@@ -93,3 +94,22 @@ def test_where_chooses_whole_trees_and_refuses_static_choices() -> None:
 def test_finite(value: float, fine: bool) -> None:
     leaf = Pair(torch.tensor([1.0, value]), torch.arange(3))
     assert bool(tree.finite(leaf, torch.device("cpu"))) is fine
+
+
+def test_signatures_tell_structure_shapes_and_values_apart() -> None:
+    """Of trees that one program computes alike they are equal, of all others not."""
+    one = Model(Params({"a": torch.ones(2), "b": torch.zeros(3)}))
+    assert tree.signature(one) == tree.signature(tree.map(lambda t: t + 1, one))
+    others = [
+        Model(Params({"a": torch.ones(2), "c": torch.zeros(3)})),
+        Model(Params({"a": torch.ones(3), "b": torch.zeros(3)})),
+        Model(Params({"a": torch.ones(2), "b": torch.zeros(3).long()})),
+        (Params({"a": torch.ones(2), "b": torch.zeros(3)}),),
+        {"a": torch.ones(2), "b": torch.zeros(3)},
+        {"a": torch.ones(2), "c": torch.zeros(3)},
+        ((), torch.ones(2), True),
+        (torch.ones(2), (), True),
+        (torch.ones(2), (), False),
+    ]
+    found = [tree.signature(other) for other in (one, *others)]
+    assert len(set(found)) == len(found)

@@ -185,10 +185,10 @@ def fitting(
     made = engine or (lambda clients: Vectorized(f.task.device, clients))
     while limit > 1:
         some = tuple(sorted(int(i) for i in largest[:limit]))
-        cohort = Cohort(some, f.data.take(some))
-        sketch = _Sketch(**{**vars(f), "data": cohort.data}, batches=2)
         try:
             with _room(f.task.device):
+                cohort = Cohort(some, f.data.take(some))
+                sketch = _Sketch(**{**vars(f), "data": cohort.data}, batches=2)
                 client_phase(made(limit), Member(sketch, broadcast, cohort, round))
             return limit
         except torch.OutOfMemoryError:

@@ -1,10 +1,9 @@
-"""A step of plain gradient descent, w − r·∇, in few passes over the weights.
+"""A step of plain gradient descent, w − lr·∇, in few passes over the weights.
 
 The gradient of a linear layer's weights is a product, dyᵀ x, as large as they are: to write it down, and to
 read it and the weights again to add them up, costs more than the product. Here a layer takes its weights for
-constants and leaves its inputs and outputs behind; autograd is asked for the outputs' gradients, times −r,
-and the product goes straight onto the weights. What else the objective makes of them is differentiated as
-usual.
+constants and leaves its inputs and outputs behind; autograd is asked for the outputs' gradients, and the
+product goes straight onto the weights. What else the objective makes of them is differentiated as usual.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from torch._functorch.eager_transforms import (
     grad_increment_nesting,
 )
 
+from apiece import tree
 from apiece.params import Params
 
 SMALL = 1 << 14  # weights: with fewer, a client alone gains nothing
 
 
 class _Use(NamedTuple):
-    """Of a linear layer's weights in a step: y = x wᵀ + b."""
+    """Of a linear layer's weights in a step: x wᵀ, before the bias, which no layer but this one sees."""
 
     name: str
     x: Tensor
-    y: Tensor
+    product: Tensor
 
 
 class _Step:
@@ -43,32 +43,42 @@ class _Step:
 
     def __init__(self, params: Params, w: Params, together: bool) -> None:
         self._known = {id(t): (name, params[name]) for name, t in w.items()}
-        self._depth = len(_levels())
-        self._least = 0 if together else SMALL
+        self._together, self._depth = together, len(_levels())
         self.uses: list[_Use] = []
+        self.differentiated = False  # by the objective itself, which must see the weights then
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor | None:
         """The layer's output, if the step can do without its weights' gradient."""
         name, constant = self._known.get(id(weight), ("", weight))
         # Inside a transformation of its own the objective may differentiate by these weights, too.
-        if not name or bias is None or weight.numel() < self._least or len(_levels()) != self._depth:
+        if not name or len(_levels()) != self._depth or not torch.is_grad_enabled():
+            return None
+        if not self._together and weight.numel() < SMALL:
             return None
         rows = x.flatten(0, -2)
-        y = rows @ constant.mT + bias  # vmap's own `linear` would multiply the bias by 1
-        self.uses.append(_Use(name, rows, y))
-        whole: Tensor = y.unflatten(0, x.shape[:-1])
-        return whole
+        product = rows @ constant.mT
+        if not product.requires_grad:
+            product = _create_differentiable(product, 0)
+        if not self._together:
+            product.register_hook(self._seen)
+        self.uses.append(_Use(name, rows, product))
+        y: Tensor = (product + bias).unflatten(0, x.shape[:-1])
+        return y
+
+    def _seen(self, gradient: Tensor) -> None:
+        self.differentiated = True
 
 
 _current: ContextVar[_Step | None] = ContextVar("step", default=None)
 
 
 class Linear(nn.Linear):
-    """The same layer."""
+    """The same layer, which a step may ask to keep its weights out of the gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         step = _current.get()
-        y = None if step is None or x.dim() < 2 else step.linear(x, self.weight, self.bias)
+        able = step is not None and self.bias is not None and x.dim() > 1
+        y = step.linear(x, self.weight, self.bias) if step is not None and able else None
         return F.linear(x, self.weight, self.bias) if y is None else y
 
 
@@ -77,41 +87,66 @@ def _levels() -> list[TransformType]:
 
 
 def descend(
-    objective: Callable[[Params], Tensor], params: Params, rate: float | Tensor, owned: bool
+    objective: Callable[[Params], Tensor],
+    params: Params,
+    lr: float,
+    start: Params,
+    live: Tensor | None = None,
 ) -> Params:
-    """params − rate · ∇objective(params); `owned`: nobody else reads them, they may be written over."""
+    """params − lr · ∇objective(params); params where a `live` of 0-d is false.
+
+    Params that are not those of `start` are written over: nobody else may read them, nor the objective keep
+    what it is given.
+    """
     levels = _levels()
     together = levels == [TransformType.Vmap]
     if (levels and not together) or torch.is_grad_enabled():  # someone may differentiate what comes out
-        nabla: Params = torch.func.grad(objective)(params)
-        return params - rate * nabla
+        with torch.enable_grad():
+            nabla: Params = torch.func.grad(objective)(params)
+        after = params - lr * nabla
+        return after if live is None else tree.where(live, after, params)
+    parts, uses = _gradient(objective, params, together)
+    if live is not None:
+        # Dropped, for 0 times a gradient that is not finite would be NaN.
+        parts = [None if part is None else part.masked_fill(~live, 0.0) for part in parts]
+    moved = dict(params)
+
+    def free(name: str) -> bool:
+        mine = moved[name] is not start[name]
+        return mine and (not together or torch._C._functorch.is_batchedtensor(moved[name]))
+
+    for name, part in zip(params, parts, strict=False):
+        if part is not None:
+            before = moved[name]
+            moved[name] = before.add_(part, alpha=-lr) if free(name) else torch.sub(before, part, alpha=lr)
+    for use, dy in zip(uses, parts[len(params) :], strict=True):
+        if dy is not None:
+            in_place = free(use.name)
+            sum: Tensor = _Added.apply(moved[use.name], dy, use.x, -lr, in_place)
+            moved[use.name] = moved[use.name] if in_place else sum
+    return Params(moved)
+
+
+def _gradient(
+    objective: Callable[[Params], Tensor], params: Params, together: bool, known: bool = True
+) -> tuple[list[Tensor | None], list[_Use]]:
+    """By all params, and by the products of all uses, if layers are to know of the step."""
     with _differentiable(params, together) as (w, plain):
         step = _Step(params, w, together)
-        token = _current.set(step)
+        token = _current.set(step if known else None)
         try:
             value = objective(w)
         finally:
             _current.reset(token)
+        if step.differentiated:
+            return _gradient(objective, params, together, known=False)
         if not value.requires_grad:  # of no param, or of none that matters
-            return params
-        sources = [*w.values(), *(use.y for use in step.uses)]
-        seed = -rate.expand_as(value) if isinstance(rate, Tensor) else torch.full_like(value, -rate)
-        parts = [
-            None if part is None else plain(part)
-            for part in torch.autograd.grad(value, sources, seed, allow_unused=True)
-        ]
-        uses = [use._replace(x=plain(use.x)) for use in step.uses]
-    moved = dict(params)
-    for name, part in zip(w, parts, strict=False):
-        if part is not None:
-            moved[name] = moved[name].add_(part) if owned else moved[name] + part
-    for use, dy in zip(uses, parts[len(w) :], strict=True):
-        if dy is not None:
-            before = moved[use.name]
-            in_place = owned or before is not params[use.name]
-            after = _Added.apply(before, dy, use.x, in_place)
-            moved[use.name] = before if in_place else after
-    return Params(moved)
+            return [None] * len(params), []
+        found = torch.autograd.grad(
+            value, [*w.values(), *(use.product for use in step.uses)], allow_unused=True
+        )
+        parts: list[Tensor | None] = [None if part is None else plain(part) for part in found]
+        return parts, [use._replace(x=plain(use.x)) for use in step.uses]
 
 
 @contextmanager
@@ -129,11 +164,11 @@ def _differentiable(params: Params, together: bool) -> Iterator[tuple[Params, Ca
 
 
 class _Added(torch.autograd.Function):
-    """weight + dyᵀ x of (out, in), (B, out), (B, in); in place where it may be"""
+    """weight + alpha · dyᵀ x of (out, in), (B, out), (B, in); in place where it may be"""
 
     @staticmethod
-    def forward(weight: Tensor, dy: Tensor, x: Tensor, in_place: bool) -> Tensor:
-        return (weight.addmm_ if in_place else weight.addmm)(dy.mT, x)
+    def forward(weight: Tensor, dy: Tensor, x: Tensor, alpha: float, in_place: bool) -> Tensor:
+        return (weight.addmm_ if in_place else weight.addmm)(dy.mT, x, alpha=alpha)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -141,10 +176,10 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, dims: Any, weight: Tensor, dy: Tensor, x: Tensor, in_place: bool
+        info: Any, dims: Any, weight: Tensor, dy: Tensor, x: Tensor, alpha: float, in_place: bool
     ) -> tuple[Tensor, int]:
         weight, dy, x = (
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip((weight, dy, x), dims, strict=False)
         )
-        return (weight.baddbmm_ if in_place else weight.baddbmm)(dy.mT, x), 0
+        return (weight.baddbmm_ if in_place else weight.baddbmm)(dy.mT, x, alpha=alpha), 0

@@ -19,8 +19,6 @@ except ImportError:  # PyTorch without CUDA comes without it
 
 available = triton is not None
 
-FILL = 512  # programs that a large device computes at once, about
-
 
 class Geometry(NamedTuple):
     """A convolution of (H, W, C) images with channels last to (height, width, O)."""
@@ -349,10 +347,12 @@ def _few(g: Geometry) -> bool:
     return few
 
 
-def _tall(rows: int, others: int, most: int) -> int:
-    """Rows of a program, so few that a device is filled; for each of a column there are `others`."""
+def _tall(rows: int, most: int) -> int:
+    """Rows of a program. Of a client's alone: another number of clients is no other kernel to compile, which
+    could not be done while a graph is recorded.
+    """
     tall = most
-    while tall > 64 and triton.cdiv(rows, tall) * others < FILL:
+    while tall > 64 and rows < 8 * tall:
         tall //= 2
     return tall
 
@@ -366,7 +366,7 @@ def conv(x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> Tensor:
     clients, rows = len(x), g.images * g.height * g.width
     y = x.new_empty((clients, g.images, g.height, g.width, g.O))
     bn, bk = _power(g.O, 16, 64), 32 if _few(g) else _power(g.C, 16, 32)
-    bm = _tall(rows, clients * triton.cdiv(g.O, bn), 256)
+    bm = _tall(rows, 256)
     grid = triton.cdiv(rows, bm), triton.cdiv(g.O, bn), clients
     if _real(y):
         strides = (x.stride(0), w.stride(0), bias.stride(0))
@@ -378,7 +378,7 @@ def conv_to_input(dy: Tensor, w: Tensor, g: Geometry) -> Tensor:
     clients, rows = len(dy), g.images * g.H * g.W
     dx = dy.new_empty((clients, g.images, g.H, g.W, g.C))
     bn, bk = _power(g.C, 16, 64), _power(g.O, 16, 32)
-    bm = _tall(rows, clients * triton.cdiv(g.C, bn), 128)
+    bm = _tall(rows, 128)
     grid = triton.cdiv(rows, bm), triton.cdiv(g.C, bn), clients
     if _real(dx):
         _conv_to_input[grid](dy, w, dx, dy.stride(0), w.stride(0), rows, *_sizes(g), bm, bn, bk)
@@ -401,8 +401,7 @@ def _of_few(x: Tensor, dy: Tensor, g: Geometry) -> Tensor:
     clients, rows, entries = len(x), g.images * g.height * g.width, g.kernel[0] * g.kernel[1] * g.C
     bk, bo, bm = 32, _power(g.O, 16, 64), 64
     tiles = triton.cdiv(entries, bk) * triton.cdiv(g.O, bo)
-    # Each program is to have some rows to add up.
-    parts = max(1, min(2 * FILL // (tiles * clients), triton.cdiv(rows, 8 * bm)))
+    parts = min(8, triton.cdiv(rows, 8 * bm))  # each program is to have some rows to add up
     dw = x.new_empty((clients, parts, *g.kernel, g.C, g.O))
     if _real(dw):
         grid = tiles, parts, clients

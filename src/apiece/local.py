@@ -94,17 +94,9 @@ def sgd(objective: Callable[[Params, Batch], Tensor], params: Params, data: Shar
 def _descended(
     objective: Callable[[Params, Batch], Tensor], params: Params, batches: Iterable[Batch], lr: float
 ) -> Params:
-    """Plain steps. By a batch of padding one goes no distance: to drop it would cost passes over all params.
-
-    From the second on, a step may write its params over: they are the one's before.
-    """
-    owned = False
+    """Plain steps, of which all but the first write over what the one before has made."""
 
     def step(w: Params, batch: Batch) -> Params:
-        nonlocal owned
-        rate = lr if batch.live is None else lr * batch.live
-        w = descend(lambda w: objective(w, batch), w, rate, owned)
-        owned = True
-        return w
+        return descend(lambda w: objective(w, batch), w, lr, params, batch.live)
 
     return _over(step, params, batches)

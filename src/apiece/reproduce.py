@@ -182,12 +182,16 @@ class Reproduction:
         """The seeds of each cell, its own where none are given, that the ledger does not have."""
         known = {(e.row, e.column, e.seed) for e in read(self.ledger) if e.scale == self.scale}
         # One seed of toy sizes shows that a cell runs.
-        most = 1 if self.scale == "smoke" else None
+        most = 1 if self.scale == "smoke" and not seeds else None
         wanted = {
-            place: [s for s in seeds or self.table.seeds_of(place)[:most] if (*place, s) not in known]
+            place: [s for s in self._seeds(place, seeds)[:most] if (*place, s) not in known]
             for place in self.table.chosen(only)
         }
         return {place: left for place, left in wanted.items() if left}
+
+    def _seeds(self, place: Place, seeds: Sequence[int]) -> Sequence[int]:
+        """Those that are asked for; a cell that has its own has no others."""
+        return self.table.cells[place].seeds or seeds or self.table.seeds
 
     def run(self, place: Place, seeds: Sequence[int], progress: session.Progress) -> list[Entry]:
         """Train what is not trained yet, measure, and write the ledger."""

@@ -82,7 +82,8 @@ def signature(tree: Tree) -> Hashable:
         parts, what = _registered[kind][0](tree)
         return kind, what, *(signature(part) for part in parts)
     if kind in pytree.SUPPORTED_NODES:
-        raise TypeError(f"a {kind.__name__} has no place in a tree that is recorded")
+        parts, structure = pytree.tree_flatten(tree)
+        return repr(structure), *(signature(part) for part in parts)
     found: Hashable = tree
     return found
 

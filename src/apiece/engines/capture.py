@@ -180,16 +180,20 @@ class Captured(Vectorized):
 
     def answers(self, calls: Iterable[Call]) -> Iterator[Tree]:
         under_way: deque[_Begun] = deque()
-        for call in calls:
-            try:
-                under_way.append(self._begun(call.program, call.shared, call.clients))
-            except Exception as error:
-                error.add_note(call.where)
-                raise
-            if len(under_way) == LANES:
+        try:
+            for call in calls:
+                try:
+                    under_way.append(self._begun(call.program, call.shared, call.clients))
+                except Exception as error:
+                    error.add_note(call.where)
+                    raise
+                if len(under_way) == LANES:
+                    yield self._finished(under_way.popleft())
+            while under_way:
                 yield self._finished(under_way.popleft())
-        while under_way:
-            yield self._finished(under_way.popleft())
+        finally:  # nobody may want the rest; what it reads is not to change before it is done
+            for begun in under_way:
+                self._finished(begun)
 
     def _begun(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> _Begun:
         if isinstance(program.federation.data, Federated) and not program.federation.data.lasting:
