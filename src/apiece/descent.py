@@ -27,7 +27,7 @@ from torch._functorch.eager_transforms import (
 from apiece import tree
 from apiece.params import Params
 
-SMALL = 1 << 14  # weights: with fewer, a client alone gains nothing
+SMALL = 1 << 12  # weights: with fewer, nothing is gained
 
 
 class _Use(NamedTuple):
@@ -50,10 +50,10 @@ class _Step:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor | None:
         """The layer's output, if the step can do without its weights' gradient."""
         name, constant = self._known.get(id(weight), ("", weight))
-        # Inside a transformation of its own the objective may differentiate by these weights, too.
-        if not name or len(_levels()) != self._depth or not torch.is_grad_enabled():
+        if not name or weight.numel() < SMALL:
             return None
-        if not self._together and weight.numel() < SMALL:
+        # Inside a transformation of its own the objective may differentiate by these weights, too.
+        if len(_levels()) != self._depth or not torch.is_grad_enabled():
             return None
         rows = x.flatten(0, -2)
         product = rows @ constant.mT
