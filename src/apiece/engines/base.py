@@ -40,7 +40,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     overhead: float = 0.0  # of a step of a chunk, in clients: what `cut` weighs padding against
-    # When a chunk's examples are copied, nothing reads those of so many chunks before any more. 0: unknown.
+    # Chunk k is made ready when chunk k − under_way has been answered; 0: no such promise.
     under_way: ClassVar[int] = 1
 
     def __init__(self, device: torch.device, limit: int) -> None:
