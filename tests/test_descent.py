@@ -230,6 +230,27 @@ def test_a_gradient_inside_the_objective_of_a_client_alone(net: nn.Module) -> No
     close(ours, by_autograd(steep, START, X[0]))
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_an_input_written_over_before_its_gradient_is_taken_is_refused(
+    together: bool, net: nn.Module
+) -> None:
+    """As PyTorch does: the gradient by the weights needs the input as it was."""
+
+    def step(x: Tensor) -> Params:
+        def objective(w: Params) -> Tensor:
+            hidden = x * w["first.bias"].sum()
+            out = functional_call(
+                net.first, {"weight": w["first.weight"], "bias": w["first.bias"]}, (hidden,)
+            )
+            hidden += 1.0
+            return (out * hidden).mean()
+
+        return descend(objective, START, RATE, START)
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        vmap(step)(X) if together else step(X[0])
+
+
 def test_a_param_that_only_later_steps_use_is_not_written_over(net: nn.Module) -> None:
     before = START.map(torch.clone)
 

@@ -35,6 +35,7 @@ class _Use(NamedTuple):
 
     name: str
     x: Tensor
+    version: int  # of x, when it was used
     product: Tensor
 
 
@@ -45,7 +46,7 @@ class _Step:
         self._known = {id(t): (name, params[name]) for name, t in w.items()}
         self._together, self._depth = together, len(_levels())
         self.uses: list[_Use] = []
-        self.differentiated = False  # by the objective itself, which must see the weights then
+        self._differentiated = False  # by the objective itself, which must see the weights then
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor | None:
         """The layer's output, if the step can do without its weights' gradient."""
@@ -61,12 +62,16 @@ class _Step:
             product = _create_differentiable(product, 0)
         if not self._together:
             product.register_hook(self._seen)
-        self.uses.append(_Use(name, rows, product))
+        self.uses.append(_Use(name, rows, rows._version, product))
         y: Tensor = (product + bias).unflatten(0, x.shape[:-1])
         return y
 
     def _seen(self, gradient: Tensor) -> None:
-        self.differentiated = True
+        self._differentiated = True
+
+    def holds(self) -> bool:
+        """Is what layers left behind enough? What they were given may have been written over since."""
+        return not self._differentiated and all(use.x._version == use.version for use in self.uses)
 
 
 _current: ContextVar[_Step | None] = ContextVar("step", default=None)
@@ -130,7 +135,7 @@ def descend(
 def _gradient(
     objective: Callable[[Params], Tensor], params: Params, together: bool, known: bool = True
 ) -> tuple[list[Tensor | None], list[_Use]]:
-    """By all params, and by the products of all uses, if layers are to know of the step."""
+    """By all params, and by the products of all uses; if layers are not to know of the step, none."""
     with _differentiable(params, together) as (w, plain):
         step = _Step(params, w, together)
         token = _current.set(step if known else None)
@@ -138,7 +143,7 @@ def _gradient(
             value = objective(w)
         finally:
             _current.reset(token)
-        if step.differentiated:
+        if not step.holds():
             return _gradient(objective, params, together, known=False)
         if not value.requires_grad:  # of no param, or of none that matters
             return [None] * len(params), []
