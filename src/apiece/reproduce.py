@@ -108,8 +108,9 @@ class Table:
         full = self.cells[place].experiment
         return full if scale == "full" else self.small(shrunk(full))
 
-    def seeds_of(self, place: Place) -> tuple[int, ...]:
-        return self.cells[place].seeds or self.seeds
+    def seeds_of(self, place: Place, asked: Sequence[int] = ()) -> tuple[int, ...]:
+        """Those that are asked for, or all; a cell that has its own has no others."""
+        return self.cells[place].seeds or tuple(asked) or self.seeds
 
     def searched_at(self, place: Place) -> Place | None:
         """The cell whose search the settings of a cell come from, if some are searched."""
@@ -184,14 +185,10 @@ class Reproduction:
         # One seed of toy sizes shows that a cell runs.
         most = 1 if self.scale == "smoke" and not seeds else None
         wanted = {
-            place: [s for s in self._seeds(place, seeds)[:most] if (*place, s) not in known]
+            place: [s for s in self.table.seeds_of(place, seeds)[:most] if (*place, s) not in known]
             for place in self.table.chosen(only)
         }
         return {place: left for place, left in wanted.items() if left}
-
-    def _seeds(self, place: Place, seeds: Sequence[int]) -> Sequence[int]:
-        """Those that are asked for; a cell that has its own has no others."""
-        return self.table.cells[place].seeds or seeds or self.table.seeds
 
     def run(self, place: Place, seeds: Sequence[int], progress: session.Progress) -> list[Entry]:
         """Train what is not trained yet, measure, and write the ledger."""
