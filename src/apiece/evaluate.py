@@ -16,7 +16,7 @@ from torch import Tensor
 from apiece import random, tree
 from apiece.data.arena import Arena
 from apiece.data.federated import Clients, Ints
-from apiece.engines.base import Call, Engine, Federation, Program
+from apiece.engines.base import Call, Engine, Federation, Program, recurring
 from apiece.errors import ApieceError
 from apiece.method import Broadcast
 from apiece.params import Params
@@ -186,8 +186,8 @@ def _each_client(
 ) -> Iterator[tuple[list[int], Tree]]:
     """(positions in ids, answers) chunk by chunk of the program that `fn` is."""
     key = random.fold(federation.root, "personalize", round)
-    sizes = federation.data.sizes(ids)[0].tolist()
-    chunks = engine.cut(sizes, federation.method.personal)
+    sizes = [of_part.tolist() for of_part in federation.data.sizes(ids)]
+    chunks, recurs = engine.cut(sizes[0], federation.method.personal), all(map(recurring, sizes))
 
     def call(chunk: list[int], arena: Arena | None) -> Call:
         clients = [int(ids[at]) for at in chunk]
@@ -197,7 +197,8 @@ def _each_client(
         test, test_even = held.rows(data.test, range(len(clients)), clients, key)
         states = held.states(engine, broadcast, clients)
         where = f"in personalize of {type(federation.method).__name__}, clients {clients}"
-        return Call(Program(fn, held, (train_even, test_even)), broadcast, (train, test, states), where)
+        program = Program(fn, held, (train_even, test_even), recurs=recurs)
+        return Call(program, broadcast, (train, test, states), where)
 
     arenas = cycle(engine.arenas or (None,))
     yield from zip(chunks, engine.answers(map(call, chunks, arenas)), strict=True)

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,10 @@ from hypothesis import strategies as st
 
 from apiece import Recipe, tree
 from apiece.choice import fitting
-from apiece.engines.base import WASTE, Member, Program, ceiling, client_phase, cut
+from apiece.engines.base import WASTE, Call, Member, Program, ceiling, client_phase, cut
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
+from apiece.evaluate import evaluate
 from apiece.method import STACK, Stacked
 from apiece.methods.fedavg import FedAvg
 from apiece.methods.scaffold import Scaffold
@@ -29,6 +31,71 @@ def test_chunks_part_the_cohort_with_bounded_waste(sizes: list[int], limit: int)
         batches = [max(1, math.ceil(sizes[i] / 4)) for i in chunk]
         assert len(chunk) <= limit
         assert max(batches) * len(chunk) <= WASTE * sum(batches)
+
+
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=90), st.integers(1, 80))
+def test_rounded_up_chunks_waste_no_more(sizes: list[int], limit: int) -> None:
+    chunks = cut(sizes, RECIPE, limit, 12.0, ceiling)
+    assert sorted(i for chunk in chunks for i in chunk) == list(range(len(sizes)))
+    for chunk in chunks:
+        batches = [max(1, math.ceil(sizes[i] / 4)) for i in chunk]
+        assert len(chunk) <= limit
+        assert ceiling(max(batches)) * ceiling(len(chunk)) <= WASTE * sum(batches)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.floats(0, 20), st.integers(1, 12))
+def test_no_way_to_cut_is_cheaper(steps: list[int], overhead: float, limit: int) -> None:
+    """Of all ways to end chunks where the work, in three digits, changes, or at the limit: each is tried."""
+    longest_first = sorted(steps, reverse=True)
+
+    def cost(chunk: list[int]) -> float:
+        return chunk[0] * (len(chunk) + overhead)
+
+    def ways(rest: list[int]) -> Iterator[float]:
+        if not rest:
+            yield 0.0
+        for end in range(1, min(limit, len(rest)) + 1):
+            chunk, after = rest[:end], rest[end:]
+            between = not after or end == limit or ceiling(after[0]) != ceiling(chunk[-1])
+            if between and chunk[0] * end <= WASTE * sum(chunk):
+                yield from (cost(chunk) + more for more in ways(after))
+
+    found = cut(steps, Recipe(batch_size=1, epochs=1, steps=0), limit, overhead)
+    taken = sum(cost([steps[i] for i in chunk]) for chunk in found)
+    assert math.isclose(taken, min(ways(longest_first)), rel_tol=1e-9)
+
+
+def test_clients_that_rounding_would_make_dear_are_parted() -> None:
+    """33 of 129 batches would be computed as 40 of 160, 1.503 times their work; 32 are not rounded."""
+    sizes = [4 * 129] * 33
+    assert [len(chunk) for chunk in cut(sizes, RECIPE, 64, 12.0, ceiling)] == [32, 1]
+    assert [len(chunk) for chunk in cut(sizes + [1] * 7, RECIPE, 64, 12.0, ceiling)] == [32, 1, 7]
+
+
+def test_shorter_clients_take_the_places_of_nobody() -> None:
+    """9 clients of 20 batches would be computed as 10: one of the three with 4 goes along."""
+    sizes = [80] * 9 + [16] * 3
+    assert [len(chunk) for chunk in cut(sizes, RECIPE, 64)] == [9, 3]
+    assert [len(chunk) for chunk in cut(sizes, RECIPE, 64, 0.0, ceiling)] == [10, 2]
+
+
+def test_programs_know_whether_their_shapes_recur() -> None:
+    """They do where everybody has as many examples, to train and, in an evaluation, to be scored by."""
+
+    class Watching(Vectorized):
+        def answers(self, calls: Iterable[Call]) -> Iterator[Tree]:
+            given = list(calls)
+            seen.extend(call.program.recurs for call in given)
+            return super().answers(given)
+
+    for sizes, expected in (((6, 6, 6), True), ((6, 5, 6), False)):
+        seen: list[bool] = []
+        engine = Watching(CPU, 64)
+        training, server = federation(FedAvg(), engine, sizes, 3)
+        list(servers(training, server, 1))
+        evaluate(engine, training.federation, training.broadcast(server, 1), range(3), 1)
+        assert seen
+        assert set(seen) == {expected}
 
 
 def test_even_cohorts_are_one_chunk() -> None:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -93,34 +93,48 @@ def work(sizes: Sequence[int], recipe: Recipe) -> list[int]:
     return [recipe.steps or max(1, math.ceil(size / recipe.batch_size)) for size in sizes]
 
 
-def cut(sizes: Sequence[int], recipe: Recipe, limit: int, overhead: float = 0.0) -> list[list[int]]:
+def recurring(sizes: Sequence[int]) -> bool:
+    """Has everybody as many examples, so that chunks have the same shapes in every round?"""
+    return len(set(sizes)) == 1
+
+
+def cut(
+    sizes: Sequence[int],
+    recipe: Recipe,
+    limit: int,
+    overhead: float = 0.0,
+    rounded: Callable[[int], int] = int,
+) -> list[list[int]]:
     """Positions of clients in chunks whose padded work is at most WASTE times the real work.
 
     Of all ways to cut clients sorted by their work, the cheapest: a chunk costs its longest client's work
-    times its clients plus `overhead`, what it costs to compute anything at all, in clients.
+    times its clients plus `overhead`, what it costs to compute anything at all, in clients. Both numbers
+    count `rounded`, as they will be computed; instead of nobody, shorter clients are taken along.
     """
     steps = work(sizes, recipe)
     order = sorted(range(len(sizes)), key=lambda i: (-steps[i], i))
+    real = list(accumulate((steps[i] for i in order), initial=0))
     # Clients of about the same work stay together: where one chunk ends does not hang on every single size.
-    groups = [list(group) for _, group in groupby(order, key=lambda i: ceiling(steps[i]))]
-    longest = [steps[group[0]] for group in groups]
-    best = [(0.0, 0)]  # of the first groups: the least cost, and where the last chunk begins
-    for end in range(1, len(groups) + 1):
-        options = []
-        count = real = 0
-        for begin in range(end - 1, -1, -1):
-            count += len(groups[begin])
-            real += sum(steps[i] for i in groups[begin])
-            if begin == end - 1 or longest[begin] * count <= WASTE * real:
-                pieces = math.ceil(count / limit)
-                options.append((best[begin][0] + longest[begin] * (count + overhead * pieces), begin))
-        best.append(min(options))
+    about = [ceiling(steps[i]) for i in order]
+    ends = [at for at in range(1, len(order) + 1) if about[at - 1 : at] != about[at : at + 1]]
+    best = {0: (0.0, 0)}  # of the first clients: the least cost, and where the last chunk begins
+    for begin in range(len(order)):
+        if begin not in best:
+            continue
+        longest = recipe.steps or rounded(steps[order[begin]])
+        most = min(limit, len(order) - begin)
+        natural = [end - begin for end in ends if begin < end < begin + most] + [most]
+        counts = [min(rounded(n), most) for n in natural]
+        # If none will do, of the clients of about the same work as many as are not rounded.
+        fine = [n for n in counts if longest * rounded(n) <= WASTE * (real[begin + n] - real[begin])]
+        for count in fine or [max(n for n in range(1, natural[0] + 1) if rounded(n) == n)]:
+            cost = best[begin][0] + longest * (rounded(count) + overhead), begin
+            best[begin + count] = min(best.get(begin + count, cost), cost)
     chunks: list[list[int]] = []
-    end = len(groups)
+    end = len(order)
     while end:
         begin = best[end][1]
-        whole = [i for group in groups[begin:end] for i in group]
-        chunks[:0] = [whole[at : at + limit] for at in range(0, len(whole), limit)]
+        chunks.insert(0, order[begin:end])
         end = begin
     return chunks
 
@@ -185,6 +199,7 @@ class Program:
     federation: Federation
     even: tuple[bool, ...] = ()  # of each shard it reads: is no client of the chunk padded?
     together: Callable[..., Tree] | None = None  # of (all answers, all clients): what becomes of a chunk
+    recurs: bool = False  # has it the same shapes in every round?
 
     def __call__(self, shared: Tree, *client: Tree) -> Tree:
         return self.fn(self.federation, self.even, shared, *client)
@@ -291,7 +306,7 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
     sizes = [size for member in members for size in member.cohort.train.sizes.tolist()]
     parts: list[list[_Part]] = [[] for _ in members]
     sums: list[Tree] = [() for _ in members]  # weighted, of MEAN
-    chunks = []
+    chunks, recurs = [], recurring(sizes)
     for chunk in engine.cut(sizes, first.method.local):
         chosen = [places[at] for at in chunk] if alone else sorted(places[at] for at in chunk)
         mine: dict[int, list[int]] = {}
@@ -306,7 +321,7 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
         runs = [m for m, positions in mine.items() for _ in positions]
         real = torch.ones(len(runs), dtype=torch.bool, device=engine.device)
         which: Tree = () if alone else placed(np.array(runs), engine.device)
-        program = Program(_updated, first, (even,), gather)
+        program = Program(_updated, first, (even,), gather, recurs)
         ids = [members[m].cohort.ids[at] for m, positions in mine.items() for at in positions]
         name, round = type(first.method).__name__, members[0].round.index
         where = f"in client_update of {name}, round {round}, clients {ids}"

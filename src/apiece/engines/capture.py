@@ -16,7 +16,7 @@ import math
 import time
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,10 +28,11 @@ from torch import Tensor
 
 from apiece import tree
 from apiece.data.federated import Federated
-from apiece.engines.base import Call, Program, ceiling
+from apiece.engines.base import Call, Program, ceiling, cut, recurring
 from apiece.engines.stepwise import Action, Stepwise, physical
 from apiece.engines.vectorized import Vectorized
 from apiece.local import looping
+from apiece.optim import Recipe
 from apiece.shard import Batch, Rows
 from apiece.tree import Tree
 
@@ -175,6 +176,10 @@ class Captured(Vectorized):
         self._lanes = [_Lane(_stream(device)) for _ in range(LANES)]
         self.captures = 0
 
+    def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
+        rounded = int if recurring(sizes) else ceiling
+        return cut(sizes, recipe, self.limit, self.overhead, rounded)
+
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         return self._finished(self._begun(program, shared, clients))
 
@@ -200,7 +205,8 @@ class Captured(Vectorized):
             # A recording would hold on to examples that are made for this cohort alone.
             return _Begun(super().each(program, shared, clients), ())
         count = tree.leaves(clients)[0].shape[0]
-        program, clients = _rounded(program, clients, ceiling(count))
+        if not program.recurs:
+            program, clients = _rounded(program, clients, ceiling(count))
         alike = (program.key, tree.signature((shared, tree.take(clients, 0))))
         if alike not in self._met:  # few of them are as many as more, for libraries to be warm
             answer, steps = self._stepwise(program, shared, clients)

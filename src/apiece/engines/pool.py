@@ -226,16 +226,17 @@ def sent(program: Program) -> tuple[Any, ...]:
     more = {name: value for name, value in vars(federation).items() if name not in FIELDS}
     data = federation.data
     assert isinstance(data, Federated)  # some clients' alone
-    return type(federation), more, (data.x, data.y, data.lasting), program.fn, program.even, program.together
+    rest = program.fn, program.even, program.together, program.recurs
+    return type(federation), more, (data.x, data.y, data.lasting), rest
 
 
 def received(base: Federation, sent: tuple[Any, ...]) -> Program:
     """The program, on the federation that is here."""
-    kind, more, (x, y, lasting), fn, even, together = sent
+    kind, more, (x, y, lasting), (fn, *rest) = sent
     assert isinstance(base.data, Federated)
     same = {name: getattr(base, name) for name in FIELDS}
     data = replace(base.data, x=x, y=y, lasting=lasting)
-    return Program(fn, kind(**{**same, **more, "data": data}), even, together)
+    return Program(fn, kind(**{**same, **more, "data": data}), *rest)
 
 
 def examples(federation: Federation) -> list[Tensor]:
