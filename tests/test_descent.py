@@ -1,5 +1,7 @@
 """A step against w − r·∇ by plain autograd, whatever the objective makes of the weights."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -302,3 +304,26 @@ def test_the_params_that_training_starts_from_stay() -> None:
             Recipe("sgd", 0.1, 0.0, 0.0, 0.9, 0.999, 1e-8, 2, 3, 0),
         )
     assert all(torch.equal(w[name], before[name]) for name in w)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_nothing_of_a_step_outlives_it(together: bool, net: nn.Module) -> None:
+    """A cycle of references would keep every step's memory until Python happens to look for cycles."""
+    left: list[weakref.ref[Tensor]] = []
+
+    def step(x: Tensor) -> Params:
+        def objective(w: Params) -> Tensor:
+            hidden = x + 1.0
+            left.append(weakref.ref(hidden))
+            return plain(net, w, hidden)
+
+        return descend(objective, START, RATE, START)
+
+    gc.disable()
+    try:
+        with torch.no_grad():
+            vmap(step)(X) if together else step(X[0])
+        assert left
+        assert all(ref() is None for ref in left)
+    finally:
+        gc.enable()

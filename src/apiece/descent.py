@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch._functorch.eager_transforms import (
 )
 
 from apiece import tree
+from apiece.batched import clients_first, clients_of, each_client
 from apiece.params import Params
 
 SMALL = 1 << 12  # weights: with fewer, nothing is gained
@@ -46,7 +47,9 @@ class _Step:
         self._known = {id(t): (name, params[name]) for name, t in w.items()}
         self._together, self._depth = together, len(_levels())
         self.uses: list[_Use] = []
-        self._differentiated = False  # by the objective itself, which must see the weights then
+        # Products differentiated by the objective itself, which must see the weights then. Their hooks hold
+        # this list and not the step, which holds them: a cycle would keep every step's memory for a while.
+        self._differentiated: list[Tensor] = []
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor | None:
         """The layer's output, if the step can do without its weights' gradient."""
@@ -61,13 +64,10 @@ class _Step:
         if not product.requires_grad:
             product = _create_differentiable(product, 0)
         if not self._together:
-            product.register_hook(self._seen)
+            product.register_hook(self._differentiated.append)
         self.uses.append(_Use(name, rows, rows._version, product))
         y: Tensor = (product + bias).unflatten(0, x.shape[:-1])
         return y
-
-    def _seen(self, gradient: Tensor) -> None:
-        self._differentiated = True
 
     def holds(self) -> bool:
         """Is what layers left behind enough? What they were given may have been written over since."""
@@ -127,7 +127,7 @@ def descend(
     for use, dy in zip(uses, parts[len(params) :], strict=True):
         if dy is not None:
             in_place = free(use.name)
-            sum: Tensor = _Added.apply(moved[use.name], dy, use.x, -lr, in_place)
+            sum = _added(moved[use.name], dy, use.x, -lr, in_place)
             moved[use.name] = moved[use.name] if in_place else sum
     return Params(moved)
 
@@ -168,23 +168,10 @@ def _differentiable(params: Params, together: bool) -> Iterator[tuple[Params, Ca
         )
 
 
-class _Added(torch.autograd.Function):
-    """weight + alpha · dyᵀ x of (out, in), (B, out), (B, in); in place where it may be"""
-
-    @staticmethod
-    def forward(weight: Tensor, dy: Tensor, x: Tensor, alpha: float, in_place: bool) -> Tensor:
+def _added(weight: Tensor, dy: Tensor, x: Tensor, alpha: float, in_place: bool) -> Tensor:
+    """weight + alpha · dyᵀ x of (out, in), (B, out), (B, in); in place where it may be."""
+    clients = clients_of(weight, dy, x)
+    if clients is None:
         return (weight.addmm_ if in_place else weight.addmm)(dy.mT, x, alpha=alpha)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def vmap(
-        info: Any, dims: Any, weight: Tensor, dy: Tensor, x: Tensor, alpha: float, in_place: bool
-    ) -> tuple[Tensor, int]:
-        weight, dy, x = (
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip((weight, dy, x), dims, strict=False)
-        )
-        return (weight.baddbmm_ if in_place else weight.baddbmm)(dy.mT, x, alpha=alpha), 0
+    weight, dy, x = (clients_first(tensor, clients) for tensor in (weight, dy, x))
+    return each_client((weight.baddbmm_ if in_place else weight.baddbmm)(dy.mT, x, alpha=alpha))

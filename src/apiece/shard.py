@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from apiece import random, tree
@@ -63,7 +64,7 @@ class Shard:
         return torch.arange(count, device=self._rows.place.device)
 
     def _taken(self, index: Tensor) -> tuple[Tree, Tree]:
-        return tree.take(self._x, index), tree.take(self._y, index)
+        return tree.map(lambda leaf: _rows(leaf, index), (self._x, self._y))
 
     def _order(self, key: Key) -> Tensor:
         """A permutation of the real examples, then the padding."""
@@ -159,3 +160,10 @@ class Shard:
             place = torch.where(self._positions(index.shape[0]) < size, place, padding)
         rows = Rows(place, size, fold(self.key, name), fold(self._rows.split_key, name))
         return replace(self, _rows=rows, _even=even)
+
+
+def _rows(leaf: Tensor, index: Tensor) -> Tensor:
+    """`leaf[index]`; on a CPU that copies entry by entry, an embedding whole rows."""
+    if leaf.dim() == 1 or leaf.device.type != "cpu":
+        return leaf[index]
+    return F.embedding(index, leaf.flatten(1)).unflatten(-1, leaf.shape[1:])

@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apiece import tree
+from apiece.batched import physical
 from apiece.data.federated import Federated
 from apiece.engines.base import Call, Program, ceiling, cut, recurring
-from apiece.engines.stepwise import Action, Stepwise, physical
+from apiece.engines.stepwise import Action, Stepwise
 from apiece.engines.vectorized import Vectorized
 from apiece.local import looping
 from apiece.optim import Recipe

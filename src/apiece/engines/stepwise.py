@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from apiece import tree
+from apiece.batched import physical
 from apiece.shard import Batch
 
 PLAIN = 2  # steps before one is recorded: libraries are warm then, and it is settled what differs by client
@@ -80,13 +81,6 @@ def _kind(batch: Batch) -> Any:
 
 def _described(leaf: Any) -> tuple[Any, ...]:
     return (leaf.shape, physical(leaf)[1]) if isinstance(leaf, Tensor) else (leaf,)
-
-
-def physical(tensor: Tensor) -> tuple[Tensor, int | None]:
-    """The tensor that lies in memory, and which of its axes is that of clients."""
-    if not torch._C._functorch.is_batchedtensor(tensor):
-        return tensor, None
-    return torch._C._functorch.get_unwrapped(tensor), torch._C._functorch.maybe_get_bdim(tensor)
 
 
 def copy(place: Any, value: Any) -> None:
