@@ -64,7 +64,7 @@ class Shard:
         return torch.arange(count, device=self._rows.place.device)
 
     def _taken(self, index: Tensor) -> tuple[Tree, Tree]:
-        return tree.map(lambda leaf: _rows(leaf, index), (self._x, self._y))
+        return _rows(self._x, index), _rows(self._y, index)
 
     def _order(self, key: Key) -> Tensor:
         """A permutation of the real examples, then the padding."""
@@ -162,8 +162,13 @@ class Shard:
         return replace(self, _rows=rows, _even=even)
 
 
-def _rows(leaf: Tensor, index: Tensor) -> Tensor:
-    """`leaf[index]`; on a CPU that copies entry by entry, an embedding whole rows."""
-    if leaf.dim() == 1 or leaf.device.type != "cpu":
-        return leaf[index]
-    return F.embedding(index, leaf.flatten(1)).unflatten(-1, leaf.shape[1:])
+def _rows(examples: Tree, index: Tensor) -> Tree:
+    """Those at `index`; on a CPU as an embedding, which copies whole rows, and not entry by entry."""
+
+    def some(leaf: Tensor) -> Tensor:
+        if leaf.dim() == 1 or leaf.device.type != "cpu":
+            return leaf[index]
+        rows: Tensor = F.embedding(index, leaf.flatten(1)).unflatten(-1, leaf.shape[1:])
+        return rows
+
+    return tree.map(some, examples)
