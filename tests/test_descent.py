@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from apiece import tree
-from apiece.descent import SMALL, Linear, descend
+from apiece.descent import SMALL_ALONE, Descent, Linear
 from apiece.local import sgd
 from apiece.optim import Recipe
 from apiece.params import Params
 from apiece.random import as_key
 from apiece.shard import Rows, Shard
 
-WIDE, CLIENTS, ROWS, RATE = 256, 3, 5, 0.3
-assert WIDE * WIDE >= SMALL
+WIDE, CLIENTS, ROWS, RATE = 384, 3, 5, 0.3
+assert WIDE * WIDE >= SMALL_ALONE
 
 
 class Net(nn.Module):
@@ -94,6 +94,28 @@ def bias_elsewhere(net: nn.Module, w: Params, x: Tensor) -> Tensor:
     return functional_call(net.first, fixed, (x,)).square().mean()  # type: ignore[arg-type]
 
 
+def steep(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """By plain autograd inside the objective: the second derivatives by the weights count."""
+    loss = plain(net, w, x)
+    (slope,) = torch.autograd.grad(loss, [w["first.bias"]], create_graph=True)
+    return loss + slope.square().sum()
+
+
+def steep_by_weights(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    loss = plain(net, w, x)
+    slopes = torch.autograd.grad(loss, [w["first.weight"], w["last.weight"]], create_graph=True)
+    return loss + sum((slope.square().sum() for slope in slopes), torch.zeros(()))
+
+
+def a_param_for_input(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """As learned tokens are; and the other way round, a param that an output's gradient is."""
+    keys = functional_call(
+        net.first, {"weight": w["first.weight"], "bias": w["first.bias"]}, (w["twice.weight"],)
+    )
+    last = functional_call(net.twice, {"weight": w["twice.weight"], "bias": w["twice.bias"]}, (x,))
+    return ((x @ keys.mT).softmax(-1) @ keys).square().mean() + (last.sum(0) * w["twice.bias"]).mean()
+
+
 def clipped(net: nn.Module, w: Params, x: Tensor) -> Tensor:
     """Gradients are changed on their way down, by more than a factor."""
     return _Clipped.apply(outputs(net, w, x)).square().mean()
@@ -124,8 +146,17 @@ OBJECTIVES = [
     changed_in_place,
     gated,
     bias_elsewhere,
+    steep,
+    steep_by_weights,
+    a_param_for_input,
     clipped,
 ]
+
+
+def descend(
+    objective: Callable[[Params], Tensor], w: Params, rate: float, start: Params, live: Tensor | None = None
+) -> Params:
+    return Descent(rate, start).step(objective, w, live)
 
 
 def by_autograd(objective: Objective, w: Params, x: Tensor) -> Params:
@@ -273,13 +304,17 @@ def test_a_param_that_only_later_steps_use_is_not_written_over(net: nn.Module) -
     assert not torch.equal(w["idle.weight"], before["idle.weight"])
 
 
+@pytest.mark.parametrize("where", ["loss", "inputs"])
 @pytest.mark.parametrize("together", [False, True])
-def test_a_batch_of_padding_goes_nowhere_even_if_its_gradient_is_nan(together: bool, net: nn.Module) -> None:
+def test_a_batch_of_padding_goes_nowhere_even_if_nothing_in_it_is_finite(
+    together: bool, where: str, net: nn.Module
+) -> None:
     live = torch.tensor([True, False, True])
 
     def step(x: Tensor, live: Tensor) -> Params:
         def objective(w: Params) -> Tensor:
-            return plain(net, w, x) / torch.where(live, 1.0, 0.0)
+            fine = torch.where(live, 1.0, 0.0)
+            return plain(net, w, x) / fine if where == "loss" else plain(net, w, x / fine)
 
         return descend(objective, START, RATE, START, live)
 
@@ -287,6 +322,24 @@ def test_a_batch_of_padding_goes_nowhere_even_if_its_gradient_is_nan(together: b
         found = vmap(step)(X, live) if together else tree.stack([step(X[k], live[k]) for k in range(CLIENTS)])
     for k in range(CLIENTS):
         close(tree.take(found, k), by_autograd(plain, START, X[k]) if live[k] else START)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_autocast(together: bool, net: nn.Module) -> None:
+    """A model that computes its layers in bfloat16 is trained as by autograd."""
+
+    def brief(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return outputs(net, w, x).float().square().mean()
+
+    def step(x: Tensor) -> Params:
+        return descend(lambda w: brief(net, w, x), START, RATE, START)
+
+    with torch.no_grad():
+        found = vmap(step)(X) if together else tree.stack([step(X[k]) for k in range(CLIENTS)])
+    for k in range(CLIENTS):
+        for name, p in by_autograd(brief, START, X[k]).items():
+            torch.testing.assert_close(tree.take(found, k)[name], p, rtol=0.02, atol=1e-3)
 
 
 def test_the_params_that_training_starts_from_stay() -> None:

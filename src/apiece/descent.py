@@ -25,10 +25,11 @@ from torch._functorch.eager_transforms import (
 )
 
 from apiece import tree
-from apiece.batched import clients_first, clients_of, each_client
+from apiece.batched import clients_first, clients_of, each_client, levels, memory
 from apiece.params import Params
 
-SMALL = 1 << 12  # weights: with fewer, nothing is gained
+# Layers of fewer weights are left alone, for nothing is gained: of many clients together, of a client alone.
+SMALL, SMALL_ALONE = 1 << 12, 1 << 17
 
 
 class _Use(NamedTuple):
@@ -45,7 +46,7 @@ class _Step:
 
     def __init__(self, params: Params, w: Params, together: bool) -> None:
         self._known = {id(t): (name, params[name]) for name, t in w.items()}
-        self._together, self._depth = together, len(_levels())
+        self._together, self._depth = together, len(levels())
         self.uses: list[_Use] = []
         # Products differentiated by the objective itself, which must see the weights then. Their hooks hold
         # this list and not the step, which holds them: a cycle would keep every step's memory for a while.
@@ -54,17 +55,18 @@ class _Step:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor | None:
         """The layer's output, if the step can do without its weights' gradient."""
         name, constant = self._known.get(id(weight), ("", weight))
-        if not name or weight.numel() < SMALL:
+        if not name or weight.numel() < (SMALL if self._together else SMALL_ALONE):
             return None
         # Inside a transformation of its own the objective may differentiate by these weights, too.
-        if len(_levels()) != self._depth or not torch.is_grad_enabled():
+        if len(levels()) != self._depth or not torch.is_grad_enabled():
             return None
         rows = x.flatten(0, -2)
         product = rows @ constant.mT
+        if product.dtype is not constant.dtype:  # autocast
+            return None
         if not product.requires_grad:
             product = _create_differentiable(product, 0)
-        if not self._together:
-            product.register_hook(self._differentiated.append)
+        product.register_hook(self._differentiated.append)
         self.uses.append(_Use(name, rows, rows._version, product))
         y: Tensor = (product + bias).unflatten(0, x.shape[:-1])
         return y
@@ -87,55 +89,79 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight, self.bias) if y is None else y
 
 
-def _levels() -> list[TransformType]:
-    return [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+class Descent:
+    """Steps of plain gradient descent, w − lr·∇, from `start`.
 
-
-def descend(
-    objective: Callable[[Params], Tensor],
-    params: Params,
-    lr: float,
-    start: Params,
-    live: Tensor | None = None,
-) -> Params:
-    """params − lr · ∇objective(params); params where a `live` of 0-d is false.
-
-    Params that are not those of `start` are written over: nobody else may read them, nor the objective keep
+    Params that are not those of `start` are written over: nobody else may read them, nor an objective keep
     what it is given.
     """
-    levels = _levels()
-    together = levels == [TransformType.Vmap]
-    if (levels and not together) or torch.is_grad_enabled():  # someone may differentiate what comes out
-        with torch.enable_grad():
-            nabla: Params = torch.func.grad(objective)(params)
-        after = params - lr * nabla
-        return after if live is None else tree.where(live, after, params)
-    parts, uses = _gradient(objective, params, together)
-    if live is not None:
-        # Dropped, for 0 times a gradient that is not finite would be NaN.
-        parts = [None if part is None else part.masked_fill(~live, 0.0) for part in parts]
-    moved = dict(params)
 
-    def free(name: str) -> bool:
-        mine = moved[name] is not start[name]
-        return mine and (not together or torch._C._functorch.is_batchedtensor(moved[name]))
+    def __init__(self, lr: float, start: Params) -> None:
+        self._lr, self._start = lr, start
+        self._known = True  # may layers know of a step? Not if an objective was met that does not bear it
 
-    for name, part in zip(params, parts, strict=False):
-        if part is not None:
-            before = moved[name]
-            moved[name] = before.add_(part, alpha=-lr) if free(name) else torch.sub(before, part, alpha=lr)
-    for use, dy in zip(uses, parts[len(params) :], strict=True):
-        if dy is not None:
-            in_place = free(use.name)
-            sum = _added(moved[use.name], dy, use.x, -lr, in_place)
-            moved[use.name] = moved[use.name] if in_place else sum
-    return Params(moved)
+    def step(
+        self, objective: Callable[[Params], Tensor], params: Params, live: Tensor | None = None
+    ) -> Params:
+        """params − lr · ∇objective(params); params where a `live` of 0-d is false."""
+        under = levels()
+        together = under == [TransformType.Vmap]
+        if (under and not together) or torch.is_grad_enabled():  # someone may differentiate what comes out
+            with torch.enable_grad():
+                nabla: Params = torch.func.grad(objective)(params)
+            after = params - self._lr * nabla
+            return after if live is None else tree.where(live, after, params)
+        parts, uses = self._gradient(objective, params, together)
+        if live is not None:
+            # Dropped, for 0 times what is not finite would be NaN.
+            parts = [None if part is None else part.masked_fill(~live, 0.0) for part in parts]
+            uses = [use._replace(x=use.x.masked_fill(~live, 0.0)) for use in uses]
+        return self._moved(params, parts, uses, together)
+
+    def _moved(self, params: Params, parts: list[Tensor | None], uses: list[_Use], together: bool) -> Params:
+        """The params a step further: parts are gradients by the params, then by the uses' products."""
+        moved, lr = dict(params), self._lr
+        # Params may be among what they are moved by: a layer's input, say.
+        read = {memory(t) for t in (*parts, *(use.x for use in uses)) if t is not None}
+
+        def free(name: str) -> bool:
+            mine = moved[name] is not self._start[name] and memory(moved[name]) not in read
+            return mine and (not together or torch._C._functorch.is_batchedtensor(moved[name]))
+
+        for name, part in zip(params, parts, strict=False):
+            if part is not None:
+                before = moved[name]
+                moved[name] = (
+                    before.add_(part, alpha=-lr) if free(name) else torch.sub(before, part, alpha=lr)
+                )
+        for use, dy in zip(uses, parts[len(params) :], strict=True):
+            if dy is not None:
+                in_place = free(use.name)
+                sum = _added(moved[use.name], dy, use.x, -lr, in_place)
+                moved[use.name] = moved[use.name] if in_place else sum
+        return Params(moved)
+
+    def _gradient(
+        self, objective: Callable[[Params], Tensor], params: Params, together: bool
+    ) -> tuple[list[Tensor | None], list[_Use]]:
+        """By all params, and by the products of all uses; if layers are not to know of the step, none."""
+        if self._known:
+            try:
+                found = _found(objective, params, together, known=True)
+            except RuntimeError:  # a gradient, perhaps, by weights that a layer has used and kept out of it
+                found = None
+            if found is not None:
+                return found
+            self._known = False
+        found = _found(objective, params, together, known=False)
+        assert found is not None
+        return found
 
 
-def _gradient(
-    objective: Callable[[Params], Tensor], params: Params, together: bool, known: bool = True
-) -> tuple[list[Tensor | None], list[_Use]]:
-    """By all params, and by the products of all uses; if layers are not to know of the step, none."""
+def _found(
+    objective: Callable[[Params], Tensor], params: Params, together: bool, known: bool
+) -> tuple[list[Tensor | None], list[_Use]] | None:
+    """None if what layers that know of the step left behind is not enough."""
     with _differentiable(params, together) as (w, plain):
         step = _Step(params, w, together)
         token = _current.set(step if known else None)
@@ -144,7 +170,7 @@ def _gradient(
         finally:
             _current.reset(token)
         if not step.holds():
-            return _gradient(objective, params, together, known=False)
+            return None
         if not value.requires_grad:  # of no param, or of none that matters
             return [None] * len(params), []
         found = torch.autograd.grad(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apiece import tree
-from apiece.descent import descend
+from apiece.descent import Descent
 from apiece.optim import Recipe, Rule
 from apiece.params import Params
 from apiece.shard import Batch, Shard
@@ -95,8 +95,9 @@ def _descended(
     objective: Callable[[Params, Batch], Tensor], params: Params, batches: Iterable[Batch], lr: float
 ) -> Params:
     """Plain steps, of which all but the first write over what the one before has made."""
+    descent = Descent(lr, params)
 
     def step(w: Params, batch: Batch) -> Params:
-        return descend(lambda w: objective(w, batch), w, lr, params, batch.live)
+        return descent.step(lambda w: objective(w, batch), w, batch.live)
 
     return _over(step, params, batches)

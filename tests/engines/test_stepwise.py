@@ -11,7 +11,7 @@ import torch
 from apiece import Experiment, catalog, tree
 from apiece.engines.base import Program
 from apiece.engines.stepwise import PLAIN, Action, Stepwise, _kind
-from apiece.engines.vectorized import Vectorized
+from apiece.engines.vectorized import Vectorized, mapped
 from apiece.evaluate import models
 from apiece.local import looping
 from apiece.method import Method
@@ -36,7 +36,7 @@ class Counting(Vectorized):
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         stepwise = Stepwise(self.record)
         with looping(stepwise):
-            answer = super().each(program, shared, clients)
+            answer = mapped(program, shared, clients)
         self.steps += stepwise.steps
         return answer
 
@@ -131,3 +131,18 @@ def test_a_full_batch_is_another_program_than_a_padded_one() -> None:
     assert _kind(padded) != _kind(padded._replace(full=True))
     assert _kind(padded) != _kind(padded._replace(live=torch.tensor(True)))
     assert _kind(padded) == _kind(padded._replace(x=torch.zeros(2, 3)))
+
+
+def test_a_carry_that_is_handed_on_is_not_read_after_it_is_written_over() -> None:
+    """w, before ← w + x, w: each step's `before` is the w of the step before."""
+    batches = [
+        Batch(torch.full((), float(k)), torch.zeros(()), torch.ones(()), None, torch.zeros(()))
+        for k in range(6)
+    ]
+
+    def step(carry: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return carry[0] + batch.x, carry[0]
+
+    start = torch.zeros(()), torch.zeros(())
+    w, before = Stepwise(lambda action: action, under=0)(step, start, batches)
+    assert (w.item(), before.item()) == (15.0, 10.0)

@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from apiece import tree
-from apiece.batched import physical
+from apiece.batched import levels, memory, physical
 from apiece.shard import Batch
 
 PLAIN = 2  # steps before one is recorded: libraries are warm then, and it is settled what differs by client
@@ -43,7 +42,7 @@ class Stepwise:
         self.steps = 0
 
     def __call__(self, step: Callable[[Any, Batch], Any], carry: Any, batches: Iterable[Batch]) -> Any:
-        whole = len(torch._C._functorch.get_interpreter_stack() or ()) == self._under
+        whole = len(levels()) == self._under
         plain: Counter[Any] = Counter()  # steps that were not replayed, by kind
         replays: dict[Any, tuple[Batch, Action]] = {}
         held: Any = None  # the carry, once it has a place of its own
@@ -84,6 +83,13 @@ def _described(leaf: Any) -> tuple[Any, ...]:
 
 
 def copy(place: Any, value: Any) -> None:
-    for mine, leaf in zip(tree.leaves(place), tree.leaves(value), strict=True):
-        if isinstance(mine, Tensor) and mine is not leaf:
-            mine.copy_(leaf)
+    """Write the value's leaves where the place's are; one may be another's place, as a step's last params."""
+    pairs = [
+        (mine, leaf)
+        for mine, leaf in zip(tree.leaves(place), tree.leaves(value), strict=True)
+        if isinstance(mine, Tensor) and mine is not leaf
+    ]
+    taken = {memory(mine) for mine, _ in pairs}
+    kept = [leaf.clone() if memory(leaf) in taken else leaf for _, leaf in pairs]
+    for (mine, _), leaf in zip(pairs, kept, strict=True):
+        mine.copy_(leaf)
