@@ -261,7 +261,7 @@ class _Probe:
         engines = {option: self._engine(option, len(self._cohort.ids)) for option in options}
         for option, engine in engines.items():  # the room for a whole cohort's answers is made now
             self._seconds(option, engine, lambda engine: self._train(engine, first, self._cohort))
-        longer = {option: self._longer(option, engine, batches) for option, engine in engines.items()}
+        longer = {option: self._longer(engine, batches) for option, engine in engines.items()}
         found = dict.fromkeys(engines, math.inf)
         for _ in range(repeats):
             for option in _close(found, CLOSE[1]):
@@ -269,17 +269,16 @@ class _Probe:
                 found[option] = min(found[option], taken * longer[option])
         return found
 
-    def _longer(self, option: Option, engine: Engine, batches: int) -> float:
-        """A whole round, in rounds of few batches; where clients are computed together, a padded one goes on
-        for as long as the longest of its chunk."""
+    def _longer(self, engine: Engine, batches: int) -> float:
+        """A whole round, in rounds of few batches: by clients' steps, and what each of a chunk's costs."""
         steps = self._steps()
-        if PROCESSES.get(option.engine, option.engine) == Vectorized.name:
-            sizes, recipe = self._cohort.train.sizes.tolist(), self._federation.method.local
-            for chunk in engine.cut(sizes, recipe):
-                longest = max(steps[at] for at in chunk)
-                for at in chunk:
-                    steps[at] = longest
-        return sum(steps) / max(1, sum(min(count, batches) for count in steps))
+        chunks = engine.cut(self._cohort.train.sizes.tolist(), self._federation.method.local)
+
+        def price(most: int) -> float:
+            taken = [[min(steps[at], most) for at in chunk] for chunk in chunks]
+            return sum(sum(counts) + engine.overhead * max(counts) for counts in taken)
+
+        return price(max(steps)) / max(1.0, price(batches))
 
     def _steps(self) -> list[int]:
         """Of each client in a round."""

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from apiece import Recipe, tree
 from apiece.choice import fitting
-from apiece.engines.base import WASTE, Call, Member, Program, ceiling, client_phase, cut
+from apiece.engines.base import WASTE, Call, Member, Program, ceiling, client_phase, cut, recurring
+from apiece.engines.capture import Captured
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import evaluate
@@ -70,6 +71,21 @@ def test_clients_that_rounding_would_make_dear_are_parted() -> None:
     sizes = [4 * 129] * 33
     assert [len(chunk) for chunk in cut(sizes, RECIPE, 64, 12.0, ceiling)] == [32, 1]
     assert [len(chunk) for chunk in cut(sizes + [1] * 7, RECIPE, 64, 12.0, ceiling)] == [32, 1, 7]
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=90), st.integers(1, 70))
+def test_what_a_gpu_computes_stays_within_the_limit(sizes: list[int], limit: int) -> None:
+    """Nobody's rows count, too: memory was tried for so many clients and no more."""
+    engine = Captured.__new__(Captured)
+    engine.limit = limit
+    for chunk in engine.cut(sizes, RECIPE):
+        assert (len(chunk) if recurring(sizes) else ceiling(len(chunk))) <= limit
+
+
+def test_one_client_does_not_tell_that_its_shapes_come_again() -> None:
+    assert recurring([7, 7])
+    assert not recurring([7, 8])
+    assert not recurring([7])
 
 
 def test_shorter_clients_take_the_places_of_nobody() -> None:

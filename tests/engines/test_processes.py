@@ -525,9 +525,10 @@ def test_the_probe_measures_and_keeps_nothing() -> None:
 
 
 @torch.no_grad()
-def test_a_few_batches_tell_what_a_padded_round_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two passes over 4 and 8 examples in batches of 4: 2 steps and 4. As one chunk both clients take 4, so
-    a round is 8 / 2 times as long as one of a single batch each; one by one it is 6 / 2 times as long."""
+def test_a_few_batches_tell_what_a_round_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes over 4 and 8 examples in batches of 4: 2 steps and 4. One by one a round is 6 / 2 times as
+    long as one of a single batch each. As one chunk it has 4 steps, of which each costs as much as 100
+    clients besides those who take it: (6 + 400) / (2 + 100) times as long."""
     training, server = federation(FedAvg(local=Recipe(batch_size=4, epochs=2)), Sequential(CPU), (4, 8), 2)
     probe = choosing._Probe(training, server, 8)
     monkeypatch.setattr(Vectorized, "overhead", 100.0)
@@ -539,5 +540,5 @@ def test_a_few_batches_tell_what_a_padded_round_takes(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(probe, "_seconds", second)
     options = [Option("sequential", 1), Option("vectorized", 1)]
-    assert list(probe.rounds(options, 1, 1).values()) == [3.0, 4.0]
+    assert list(probe.rounds(options, 1, 1).values()) == pytest.approx([3.0, 406 / 102])
     assert list(probe.rounds(options, 1, 4).values()) == [1.0, 1.0]

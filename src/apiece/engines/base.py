@@ -94,8 +94,11 @@ def work(sizes: Sequence[int], recipe: Recipe) -> list[int]:
 
 
 def recurring(sizes: Sequence[int]) -> bool:
-    """Has everybody as many examples, so that chunks have the same shapes in every round?"""
-    return len(set(sizes)) == 1
+    """Has everybody as many examples, so that chunks have the same shapes in every round?
+
+    One client tells nothing.
+    """
+    return len(sizes) > 1 and len(set(sizes)) == 1
 
 
 def cut(
@@ -104,12 +107,14 @@ def cut(
     limit: int,
     overhead: float = 0.0,
     rounded: Callable[[int], int] = int,
+    narrowed: bool = False,
 ) -> list[list[int]]:
     """Positions of clients in chunks whose padded work is at most WASTE times the real work.
 
     Of all ways to cut clients sorted by their work, the cheapest: a chunk costs its longest client's work
     times its clients plus `overhead`, what it costs to compute anything at all, in clients. Both numbers
-    count `rounded`, as they will be computed; instead of nobody, shorter clients are taken along.
+    count `rounded`, as they will be computed; instead of nobody, shorter clients are taken along. Where a
+    step is `narrowed` to those who have a batch for it, clients cost their own work, not the longest one's.
     """
     steps = work(sizes, recipe)
     order = sorted(range(len(sizes)), key=lambda i: (-steps[i], i))
@@ -128,7 +133,8 @@ def cut(
         # If none will do, of the clients of about the same work as many as are not rounded.
         fine = [n for n in counts if longest * rounded(n) <= WASTE * (real[begin + n] - real[begin])]
         for count in fine or [max(n for n in range(1, natural[0] + 1) if rounded(n) == n)]:
-            cost = best[begin][0] + longest * (rounded(count) + overhead), begin
+            paid = real[begin + count] - real[begin] if narrowed else longest * rounded(count)
+            cost = best[begin][0] + paid + longest * overhead, begin
             best[begin + count] = min(best.get(begin + count, cost), cost)
     chunks: list[list[int]] = []
     end = len(order)

@@ -31,7 +31,7 @@ from apiece.batched import physical
 from apiece.data.federated import Federated
 from apiece.engines.base import Call, Program, ceiling, cut, recurring
 from apiece.engines.stepwise import Action, Stepwise
-from apiece.engines.vectorized import Vectorized
+from apiece.engines.vectorized import Vectorized, mapped
 from apiece.local import looping
 from apiece.optim import Recipe
 from apiece.shard import Batch, Rows
@@ -178,8 +178,10 @@ class Captured(Vectorized):
         self.captures = 0
 
     def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
-        rounded = int if recurring(sizes) else ceiling
-        return cut(sizes, recipe, self.limit, self.overhead, rounded)
+        if recurring(sizes):
+            return cut(sizes, recipe, self.limit, self.overhead)
+        limit = next(most for most in range(self.limit, 0, -1) if ceiling(most) == most)
+        return cut(sizes, recipe, limit, self.overhead, ceiling)
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         return self._finished(self._begun(program, shared, clients))
@@ -204,7 +206,7 @@ class Captured(Vectorized):
     def _begun(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> _Begun:
         if isinstance(program.federation.data, Federated) and not program.federation.data.lasting:
             # A recording would hold on to examples that are made for this cohort alone.
-            return _Begun(super().each(program, shared, clients), ())
+            return _Begun(mapped(program, shared, clients), ())
         count = tree.leaves(clients)[0].shape[0]
         if not program.recurs:
             program, clients = _rounded(program, clients, ceiling(count))
@@ -246,7 +248,7 @@ class Captured(Vectorized):
         """The answer, and how many steps the outermost loops of a client had."""
         stepwise = Stepwise(self._steps.record)
         with looping(stepwise):
-            return super().each(program, shared, clients), stepwise.steps
+            return mapped(program, shared, clients), stepwise.steps
 
     def serving(self) -> AbstractContextManager[None]:
         return looping(Stepwise(self._steps.record, under=0))
@@ -273,7 +275,7 @@ class Captured(Vectorized):
             warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)
             tape.begin()
             try:
-                outputs = super().each(program, *held)
+                outputs = mapped(program, *held)
             finally:
                 tape.end()
         self.captures += 1

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.func import vmap
 
-from apiece.engines.base import Engine, Program
+from apiece.engines.base import Engine, Program, cut
+from apiece.engines.narrowing import narrowing
+from apiece.local import looping
+from apiece.optim import Recipe
 from apiece.tree import Tree
 
 
 class Vectorized(Engine):
-    """Shorter clients are padded to the longest of their chunk."""
+    """Shorter clients are padded to the longest of their chunk, and leave its loops when they are done."""
 
     name = "vectorized"
     overhead = 12.0
 
+    def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
+        return cut(sizes, recipe, self.limit, self.overhead, narrowed=True)
+
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
-        answers = vmap(lambda *client: program(shared, *client))(*clients)
-        return program.finish(answers, clients)
+        # A GPU would have to be waited for to know who has a batch.
+        with looping(narrowing if self.device.type == "cpu" else None):
+            return mapped(program, shared, clients)
+
+
+def mapped(program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+    answers = vmap(lambda *client: program(shared, *client))(*clients)
+    return program.finish(answers, clients)
