@@ -16,13 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import TransformType
-from torch._functorch.eager_transforms import (
-    _create_differentiable,
-    _undo_create_differentiable,
-    _wrap_all_tensors,
-    grad_increment_nesting,
-)
+from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
+from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
 
 from apiece import tree
 from apiece.batched import clients_first, clients_of, each_client, levels, memory
@@ -65,7 +60,7 @@ class _Step:
         if product.dtype is not constant.dtype:  # autocast
             return None
         if not product.requires_grad:
-            product = _create_differentiable(product, 0)
+            product = _required(product)
         product.register_hook(self._differentiated.append)
         self.uses.append(_Use(name, rows, rows._version, product))
         y: Tensor = (product + bias).unflatten(0, x.shape[:-1])
@@ -180,6 +175,11 @@ def _found(
         return parts, [use._replace(x=plain(use.x)) for use in step.uses]
 
 
+def _required(tensor: Tensor) -> Tensor:
+    with enable_inplace_requires_grad(True):
+        return tensor.requires_grad_()
+
+
 @contextmanager
 def _differentiable(params: Params, together: bool) -> Iterator[tuple[Params, Callable[[Tensor], Tensor]]]:
     """The same params, that autograd follows; and how what comes of them is taken out."""
@@ -189,8 +189,8 @@ def _differentiable(params: Params, together: bool) -> Iterator[tuple[Params, Ca
         return
     with grad_increment_nesting() as level, torch.enable_grad():
         yield (
-            _create_differentiable(_wrap_all_tensors(params, level), level),
-            lambda tensor: _undo_create_differentiable(tensor, level),
+            params.map(lambda p: _required(_wrap_for_grad(p, level))),
+            lambda tensor: _unwrap_for_grad(tensor, level),
         )
 
 
