@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, vmap
 
 from apiece import tree
@@ -107,6 +108,34 @@ def steep_by_weights(net: nn.Module, w: Params, x: Tensor) -> Tensor:
     return loss + sum((slope.square().sum() for slope in slopes), torch.zeros(()))
 
 
+def steep_in_all(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """No slope is missing, for the weights are used elsewhere, too."""
+    loss = plain(net, w, x) + 0.01 * w.sqnorm()
+    slopes = torch.autograd.grad(loss, list(w.values()), create_graph=True)
+    return loss + sum((slope.square().sum() for slope in slopes), torch.zeros(()))
+
+
+def scaled_by_a_slope(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """The last layer's alone, which nothing else hangs on; where it is missing it counts as zero."""
+    loss = functional_call(net.first, {n: w[f"first.{n}"] for n in ("weight", "bias")}, (x,)).square().mean()  # type: ignore[arg-type]
+    (slope,) = torch.autograd.grad(loss, [w["first.weight"]], retain_graph=True, materialize_grads=True)
+    return loss * slope.square().sum()
+
+
+def hooked(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """The weights' gradient is changed when it is there."""
+    w["first.weight"].register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+    return plain(net, w, x)
+
+
+def tangent(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """A derivative forwards, by the inputs."""
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(outputs(net, w, forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        assert found is not None
+        return found.square().mean()
+
+
 def a_param_for_input(net: nn.Module, w: Params, x: Tensor) -> Tensor:
     """As learned tokens are; and the other way round, a param that an output's gradient is."""
     keys = functional_call(
@@ -148,6 +177,10 @@ OBJECTIVES = [
     bias_elsewhere,
     steep,
     steep_by_weights,
+    steep_in_all,
+    scaled_by_a_slope,
+    hooked,
+    tangent,
     a_param_for_input,
     clipped,
 ]
@@ -340,6 +373,41 @@ def test_autocast(together: bool, net: nn.Module) -> None:
     for k in range(CLIENTS):
         for name, p in by_autograd(brief, START, X[k]).items():
             torch.testing.assert_close(tree.take(found, k)[name], p, rtol=0.02, atol=1e-3)
+
+
+def test_an_objective_that_differentiates_does_so_in_later_steps(net: nn.Module) -> None:
+    """It is watched in the first step alone."""
+    descent = Descent(RATE, START)
+    ours = theirs = START
+    for x in X:
+        with torch.no_grad():
+            ours = descent.step(lambda w, x=x: steep_in_all(net, w, x), ours)  # type: ignore[misc]
+        theirs = by_autograd(steep_in_all, theirs, x)
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_complex_weights(together: bool) -> None:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.complex64)
+
+    layer, x = Linear(WIDE, WIDE, dtype=torch.complex64), drawn(CLIENTS, ROWS, WIDE)
+    start = Params({"weight": drawn(WIDE, WIDE) / WIDE, "bias": drawn(WIDE)})
+
+    def loss(w: Params, x: Tensor) -> Tensor:
+        found: Tensor = functional_call(layer, dict(w), (x,))
+        return found.abs().square().mean()
+
+    def step(x: Tensor) -> Params:
+        return descend(lambda w: loss(w, x), start, RATE, start)
+
+    with torch.no_grad():
+        found = vmap(step)(x) if together else tree.stack([step(each) for each in x])
+    for k in range(CLIENTS):
+        leaves = start.map(lambda p: p.clone().requires_grad_())
+        slopes = torch.autograd.grad(loss(leaves, x[k]), list(leaves.values()))
+        for (name, p), slope in zip(start.items(), slopes, strict=True):
+            torch.testing.assert_close(tree.take(found, k)[name], p - RATE * slope)
 
 
 def test_the_params_that_training_starts_from_stay() -> None:

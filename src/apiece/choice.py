@@ -31,6 +31,7 @@ from apiece.train import Training
 PROCESSES = {"processes": "sequential", "processes(vectorized)": "vectorized"}  # and the engine inside
 PROBED_CLIENTS = 8
 CLOSE = 4.0, 1.5  # times the fastest on one batch, in a round: what is slower is not measured again
+LEVEL = 1.05  # times the fastest: as good, and what takes less memory decides
 SHARE, LEAST, MOST = 0.1, 1.0, 10.0  # of a run, for that comparison; in seconds at least, at most
 REPEATS = 3
 
@@ -62,6 +63,11 @@ class Option(NamedTuple):
     @property
     def pooled(self) -> bool:
         return self.engine in PROCESSES
+
+    @property
+    def together(self) -> bool:
+        """Does it compute several clients in one program?"""
+        return PROCESSES.get(self.engine, self.engine) == Vectorized.name
 
     def chunk(self, cohort: int, most: int) -> int:
         """Clients in a chunk at the most, of a cohort of so many."""
@@ -168,7 +174,12 @@ def choose(
     if len(close) > 1 and batches:
         taken = probe.rounds(close, repeats, batches)
         figures.append(f"rounds would take, by at most {batches} batches: {_told(taken)}")
-    return min(taken, key=lambda option: taken[option]), "; ".join([*barred, *figures])
+    return picked(taken), "; ".join([*barred, *figures])
+
+
+def picked(taken: dict[Option, float]) -> Option:
+    """The fastest; one that computes clients one by one if it is as good, for it takes far less memory."""
+    return min(_close(taken, LEVEL), key=lambda option: (option.together, taken[option]))
 
 
 def fitting(

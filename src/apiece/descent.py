@@ -9,20 +9,23 @@ product goes straight onto the weights. What else the objective makes of them is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
 from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from apiece import tree
 from apiece.batched import clients_first, clients_of, each_client, levels, memory
 from apiece.params import Params
 
+LOOKING = frozenset((torch.autograd.grad, Tensor.backward, Tensor.register_hook))
 # Layers of fewer weights are left alone, for nothing is gained: of many clients together, of a client alone.
 SMALL, SMALL_ALONE = 1 << 12, 1 << 17
 
@@ -40,20 +43,19 @@ class _Step:
     """The weights of a step, and where linear layers have used them."""
 
     def __init__(self, params: Params, w: Params, together: bool) -> None:
-        self._known = {id(t): (name, params[name]) for name, t in w.items()}
-        self._together, self._depth = together, len(levels())
+        self._weights = {id(t): (name, params[name]) for name, t in w.items()}
+        self._together, self.depth = together, len(levels())
         self.uses: list[_Use] = []
-        # Products differentiated by the objective itself, which must see the weights then. Their hooks hold
-        # this list and not the step, which holds them: a cycle would keep every step's memory for a while.
-        self._differentiated: list[Tensor] = []
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor | None:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The layer's output, if the step can do without its weights' gradient."""
-        name, constant = self._known.get(id(weight), ("", weight))
+        name, constant = self._weights.get(id(weight), ("", weight))
         if not name or weight.numel() < (SMALL if self._together else SMALL_ALONE):
             return None
+        if bias is None or x.dim() < 2 or not weight.is_floating_point():
+            return None
         # Inside a transformation of its own the objective may differentiate by these weights, too.
-        if len(levels()) != self._depth or not torch.is_grad_enabled():
+        if len(levels()) != self.depth or forward_ad._current_level >= 0 or not torch.is_grad_enabled():
             return None
         rows = x.flatten(0, -2)
         product = rows @ constant.mT
@@ -61,14 +63,30 @@ class _Step:
             return None
         if not product.requires_grad:
             product = _required(product)
-        product.register_hook(self._differentiated.append)
         self.uses.append(_Use(name, rows, rows._version, product))
         y: Tensor = (product + bias).unflatten(0, x.shape[:-1])
         return y
 
     def holds(self) -> bool:
         """Is what layers left behind enough? What they were given may have been written over since."""
-        return not self._differentiated and all(use.x._version == use.version for use in self.uses)
+        return all(use.x._version == use.version for use in self.uses)
+
+
+class _Watch(TorchFunctionMode):
+    """Does an objective differentiate by itself, or look at gradients? It must see the weights then.
+
+    depth: of the step; inside a transformation of its own it does see them.
+    """
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self._depth, self.seen = depth, False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.seen = self.seen or (func in LOOKING and len(levels()) == self._depth)
+        return func(*args, **(kwargs or {}))
 
 
 _current: ContextVar[_Step | None] = ContextVar("step", default=None)
@@ -79,8 +97,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         step = _current.get()
-        able = step is not None and self.bias is not None and x.dim() > 1
-        y = step.linear(x, self.weight, self.bias) if step is not None and able else None
+        y = None if step is None else step.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias) if y is None else y
 
 
@@ -88,12 +105,13 @@ class Descent:
     """Steps of plain gradient descent, w − lr·∇, from `start`.
 
     Params that are not those of `start` are written over: nobody else may read them, nor an objective keep
-    what it is given.
+    what it is given. What it does in the first step it does in all.
     """
 
     def __init__(self, lr: float, start: Params) -> None:
         self._lr, self._start = lr, start
-        self._known = True  # may layers know of a step? Not if an objective was met that does not bear it
+        self._told = True  # may layers know of a step? Not if an objective was met that does not bear it
+        self._first = True  # what an objective does is watched
 
     def step(
         self, objective: Callable[[Params], Tensor], params: Params, live: Tensor | None = None
@@ -131,40 +149,41 @@ class Descent:
                 )
         for use, dy in zip(uses, parts[len(params) :], strict=True):
             if dy is not None:
-                in_place = free(use.name)
-                sum = _added(moved[use.name], dy, use.x, -lr, in_place)
-                moved[use.name] = moved[use.name] if in_place else sum
+                moved[use.name] = _added(moved[use.name], dy, use.x, -lr, free(use.name))
         return Params(moved)
 
     def _gradient(
         self, objective: Callable[[Params], Tensor], params: Params, together: bool
     ) -> tuple[list[Tensor | None], list[_Use]]:
         """By all params, and by the products of all uses; if layers are not to know of the step, none."""
-        if self._known:
-            try:
-                found = _found(objective, params, together, known=True)
-            except RuntimeError:  # a gradient, perhaps, by weights that a layer has used and kept out of it
-                found = None
+        if self._told:
+            found = _found(objective, params, together, told=True, watched=self._first)
+            self._first = False
             if found is not None:
                 return found
-            self._known = False
-        found = _found(objective, params, together, known=False)
+            self._told = False
+        found = _found(objective, params, together, told=False)
         assert found is not None
         return found
 
 
 def _found(
-    objective: Callable[[Params], Tensor], params: Params, together: bool, known: bool
+    objective: Callable[[Params], Tensor], params: Params, together: bool, told: bool, watched: bool = False
 ) -> tuple[list[Tensor | None], list[_Use]] | None:
     """None if what layers that know of the step left behind is not enough."""
     with _differentiable(params, together) as (w, plain):
         step = _Step(params, w, together)
-        token = _current.set(step if known else None)
+        watch, token = _Watch(step.depth), _current.set(step if told else None)
         try:
-            value = objective(w)
+            with watch if watched else nullcontext():
+                value = objective(w)
+        except RuntimeError:
+            if watch.seen:  # a gradient, perhaps, by weights that a layer has used and kept out of it
+                return None
+            raise
         finally:
             _current.reset(token)
-        if not step.holds():
+        if watch.seen or not step.holds():
             return None
         if not value.requires_grad:  # of no param, or of none that matters
             return [None] * len(params), []
@@ -199,5 +218,8 @@ def _added(weight: Tensor, dy: Tensor, x: Tensor, alpha: float, in_place: bool) 
     clients = clients_of(weight, dy, x)
     if clients is None:
         return (weight.addmm_ if in_place else weight.addmm)(dy.mT, x, alpha=alpha)
-    weight, dy, x = (clients_first(tensor, clients) for tensor in (weight, dy, x))
-    return each_client((weight.baddbmm_ if in_place else weight.baddbmm)(dy.mT, x, alpha=alpha))
+    each, dy, x = (clients_first(tensor, clients) for tensor in (weight, dy, x))
+    if in_place:
+        each.baddbmm_(dy.mT, x, alpha=alpha)
+        return weight
+    return each_client(each.baddbmm(dy.mT, x, alpha=alpha))

@@ -299,7 +299,7 @@ if available:
         place = (client * parts + part) * size * O + k[:, None] * O + o[None, :]
         tl.store(dw + place, total, mask=(k < size)[:, None] & (o < O)[None, :])
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count"])  # another number of clients is no other kernel to compile
     def _pool(
         x, y, index, image, down, across, channel, count, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
         K: tl.constexpr, BLOCK: tl.constexpr,
@@ -317,7 +317,7 @@ if available:
         tl.store(y + at, best, mask=at < count)
         tl.store(index + at, which.to(tl.int8), mask=at < count)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count"])  # another number of clients is no other kernel to compile
     def _unpool(
         dy, index, dx, image, down, across, channel, count, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
         HP: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,

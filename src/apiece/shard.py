@@ -94,12 +94,12 @@ class Shard:
             place = self._rows.place[self._order(key)]
             # A GPU gathers a whole pass at once, of which batches are views; a CPU what fits into its cache.
             whole = self._taken(place) if place.device.type != "cpu" else None
-            keys, weight = fold(key, self._positions(per_pass)), self._weight()
+            numbers, weight = self._positions(per_pass), self._weight()
+            keys, live = fold(key, numbers), self.size > numbers * width
             for batch in range(min(per_pass, count - epoch * per_pass)):
                 rows = slice(batch * width, min((batch + 1) * width, n))
-                live = None if self._even else self.size > rows.start
                 x, y = self._taken(place[rows]) if whole is None else tree.take(whole, rows)
-                yield Batch(x, y, weight[rows], live, keys[batch], self._even)
+                yield Batch(x, y, weight[rows], None if self._even else live[batch], keys[batch], self._even)
 
     def _steps(self, width: int, steps: int) -> Iterator[Batch]:
         """As above where B differs between the clients of the chunk: pass and batch are tensors."""

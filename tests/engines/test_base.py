@@ -79,7 +79,7 @@ def test_what_a_gpu_computes_stays_within_the_limit(sizes: list[int], limit: int
     engine = Captured.__new__(Captured)
     engine.limit = limit
     for chunk in engine.cut(sizes, RECIPE):
-        assert (len(chunk) if recurring(sizes) else ceiling(len(chunk))) <= limit
+        assert ceiling(len(chunk)) <= limit
 
 
 def test_one_client_does_not_tell_that_its_shapes_come_again() -> None:

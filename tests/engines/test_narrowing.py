@@ -137,6 +137,34 @@ def test_the_same_numbers(made: Made, sizes: tuple[int, ...]) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_what_does_not_fit_is_computed_masked() -> None:
+    """By an index of the batch, into what a gradient is taken by: PyTorch finds that no RuntimeError."""
+
+    def picks(own: Tensor) -> tuple[Any, Step]:
+        def step(w: Tensor, batch: Batch) -> Tensor:
+            column = (batch.x[:, 0] > 0).long()
+            return w + torch.func.grad(lambda c: (c[column] ** 2 * batch.weight).sum())(own)
+
+        return torch.zeros(WIDE, dtype=own.dtype), step
+
+    ours, theirs = (trained(picks, (9, 4, 2), narrowed) for narrowed in (True, False))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("narrowed", [True, False])
+def test_a_number_of_python_is_not_carried_on(narrowed: bool) -> None:
+    """It would have to be another one for each client."""
+
+    def counts(own: Tensor) -> tuple[Any, Step]:
+        def step(carry: tuple[Tensor, int], batch: Batch) -> tuple[Tensor, int]:
+            return carry[0] + batch.x.sum(0) / (1 + carry[1]), carry[1] + 1
+
+        return (torch.zeros(WIDE, dtype=own.dtype), 0), step
+
+    with pytest.raises(TypeError, match="a static leaf cannot"):
+        trained(counts, (9, 5, 2), narrowed)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=6).filter(any))
 def test_the_same_numbers_whatever_the_sizes(sizes: list[int]) -> None:

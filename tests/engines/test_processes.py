@@ -524,6 +524,13 @@ def test_the_probe_measures_and_keeps_nothing() -> None:
     assert not training.federation.store.known(range(len(SIZES))).any()
 
 
+def test_what_is_as_fast_and_takes_less_memory_is_picked() -> None:
+    one, many, pool = Option("sequential", 2), Option("vectorized", 2), Option("processes(vectorized)", 1, 2)
+    assert choosing.picked({many: 1.0, one: 1.04, pool: 1.03}) == one
+    assert choosing.picked({many: 1.0, one: 1.06, pool: 1.03}) == many
+    assert choosing.picked({one: 1.0, Option("sequential", 1): 0.99}) == Option("sequential", 1)
+
+
 @torch.no_grad()
 def test_a_few_batches_tell_what_a_round_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes over 4 and 8 examples in batches of 4: 2 steps and 4. One by one a round is 6 / 2 times as

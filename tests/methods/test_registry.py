@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import apiece
-from apiece import catalog, check_method
+from apiece import catalog, check_method, descent
 from apiece.methods import METHODS
 from apiece.methods.fedavg import FedAvg
 from apiece.settings import nested
@@ -59,6 +59,14 @@ def test_what_is_searched_can_be_set(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY_METHOD)
 def test_each_keeps_every_rule(name: str) -> None:
+    check_method(catalog.build(name, {}))
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_each_keeps_every_rule_with_large_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a step keeps out of the gradient: here all are."""
+    for threshold in ("SMALL", "SMALL_ALONE"):
+        monkeypatch.setattr(descent, threshold, 0)
     check_method(catalog.build(name, {}))
 
 

@@ -3,7 +3,8 @@
 The first call of a program runs it plainly, which also warms the libraries up; the next ones record it, once
 for each number of clients.
 Shapes are rounded up, so that few recordings serve all chunks: clients that nobody is, rows that are padding.
-Chunks of one phase go down several lanes at once: a small chunk alone leaves most of a GPU idle.
+Chunks of one phase go down several lanes at once, those of one shape down the same: a small chunk alone
+leaves most of a GPU idle.
 Of a program of many steps one step is recorded (`stepwise`), and replayed between the other parts: what comes
 before, between and after its steps.
 """
@@ -178,10 +179,8 @@ class Captured(Vectorized):
         self.captures = 0
 
     def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
-        if recurring(sizes):
-            return cut(sizes, recipe, self.limit, self.overhead)
         limit = next(most for most in range(self.limit, 0, -1) if ceiling(most) == most)
-        return cut(sizes, recipe, limit, self.overhead, ceiling)
+        return cut(sizes, recipe, limit, self.overhead, int if recurring(sizes) else ceiling)
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         return self._finished(self._begun(program, shared, clients))

@@ -53,9 +53,10 @@ def narrowing(step: Callable[[Any, Batch], Any], carry: Any, batches: Iterable[B
         if first.few < first.clients and bool(live[:count].all()):
             mine = carry if own else tree.map(lambda leaf, n=first.clients: _apart(leaf, n), carry)
             try:
-                _step(step, mine, _settled(first.of(batch), count), first)
-            except RuntimeError:
+                _narrowed(step, mine, _settled(first.of(batch), count), first)
+            except Exception:
                 # Some of what the step reads was kept from us, as what it takes a gradient by; sizes differ.
+                # What is wrong anyhow will be found again.
                 if own:
                     raise
                 able, carry = False, step(carry, batch)
@@ -66,10 +67,10 @@ def narrowing(step: Callable[[Any, Batch], Any], carry: Any, batches: Iterable[B
     return carry
 
 
-def _step(step: Callable[[Any, Batch], Any], carry: Any, batch: Batch, first: _First) -> None:
+def _narrowed(step: Callable[[Any, Batch], Any], carry: Any, batch: Batch, first: _First) -> None:
     """A step of the first few clients, written into their rows of the carry."""
     mine = first.of(carry)
-    with _Narrowed(first):
+    with _Rows(first):
         after = step(mine, batch)
     if [leaf.dtype for leaf in tree.tensors(after)] != [leaf.dtype for leaf in tree.tensors(mine)]:
         raise RuntimeError("a step changes the carry's types")
@@ -89,7 +90,7 @@ def _settled(batch: Batch, live: int) -> Batch:
     return batch._replace(live=None, full=bool(weight.all()))
 
 
-class _Narrowed(TorchFunctionMode):
+class _Rows(TorchFunctionMode):
     """Operations are given the first clients' rows of whatever is of all clients."""
 
     def __init__(self, first: _First) -> None:
@@ -99,12 +100,12 @@ class _Narrowed(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args = [self._narrowed(value) for value in args]
-        return func(*args, **{name: self._narrowed(value) for name, value in (kwargs or {}).items()})
+        args = [self._given(value) for value in args]
+        return func(*args, **{name: self._given(value) for name, value in (kwargs or {}).items()})
 
-    def _narrowed(self, value: Any) -> Any:
+    def _given(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._first.rows(value) if is_batchedtensor(value) else value
         if type(value) in (list, tuple):
-            return type(value)(self._narrowed(part) for part in value)
+            return type(value)(self._given(part) for part in value)
         return value

@@ -84,11 +84,11 @@ def _described(leaf: Any) -> tuple[Any, ...]:
 
 def copy(place: Any, value: Any) -> None:
     """Write the value's leaves where the place's are; one may be another's place, as a step's last params."""
-    pairs = [
-        (mine, leaf)
-        for mine, leaf in zip(tree.leaves(place), tree.leaves(value), strict=True)
-        if isinstance(mine, Tensor) and mine is not leaf
-    ]
+    both = list(zip(tree.leaves(place), tree.leaves(value), strict=True))
+    for mine, leaf in both:
+        if not isinstance(mine, Tensor) and mine != leaf:
+            raise TypeError(f"a static leaf cannot change from step to step: {mine!r} to {leaf!r}")
+    pairs = [(mine, leaf) for mine, leaf in both if isinstance(mine, Tensor) and mine is not leaf]
     taken = {memory(mine) for mine, _ in pairs}
     kept = [leaf.clone() if memory(leaf) in taken else leaf for _, leaf in pairs]
     for (mine, _), leaf in zip(pairs, kept, strict=True):

@@ -19,12 +19,16 @@ class Vectorized(Engine):
     name = "vectorized"
     overhead = 12.0
 
+    @property
+    def _narrows(self) -> bool:
+        """A GPU would have to be waited for to know who has a batch."""
+        return self.device.type == "cpu"
+
     def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
-        return cut(sizes, recipe, self.limit, self.overhead, narrowed=True)
+        return cut(sizes, recipe, self.limit, self.overhead, narrowed=self._narrows)
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
-        # A GPU would have to be waited for to know who has a batch.
-        with looping(narrowing if self.device.type == "cpu" else None):
+        with looping(narrowing if self._narrows else None):
             return mapped(program, shared, clients)
 
 
