@@ -40,8 +40,9 @@ from apiece import ApieceError, Experiment, random
 from apiece.choice import Choice, pick_device
 from apiece.data.federated import Examples
 from apiece.data.partition import deal
-from apiece.engines.base import Engine, ceiling
-from apiece.engines.capture import Captured
+from apiece.engines.base import Engine, recurring
+from apiece.engines.capture import Captured, stairs
+from apiece.engines.narrowing import computed
 from apiece.engines.vectorized import Vectorized
 from apiece.optim import DEFAULT, Recipe
 from apiece.prepare import Session, prepare
@@ -306,10 +307,9 @@ def described(work: Work) -> dict[str, Any]:
 
 
 def waste(work: Work, engine: Engine, cohorts: int = 100) -> dict[str, float]:
-    """Padded steps per real one over drawn cohorts: in the engine's chunks, rounded up, in a single chunk."""
+    """Of drawn cohorts: steps computed, and read, per real one; and if all clients took as many as one."""
     recipe = Recipe(batch_size=work.batch, epochs=work.epochs).over(DEFAULT)
-    rounds_up = isinstance(engine, Captured)
-    cut_up, computed, whole, chunks = [], [], [], []
+    taken, read, whole, chunks = [], [], [], []
     for index in range(cohorts):
         key = random.fold(SEED, "padding", index)
         sizes = [
@@ -320,19 +320,18 @@ def waste(work: Work, engine: Engine, cohorts: int = 100) -> dict[str, float]:
         chunks.append(len(parts))
         if not engine.overhead:  # clients are computed one by one: nothing is padded
             parts = [[at] for at in range(len(steps))]
-        shapes = [(len(part), max(steps[at] for at in part)) for part in parts]
-        cut_up.append(sum(clients * longest for clients, longest in shapes) / sum(steps))
-        if rounds_up:
-            shapes = [(ceiling(clients), ceiling(longest)) for clients, longest in shapes]
-        computed.append(sum(clients * longest for clients, longest in shapes) / sum(steps))
+        shapes = [sorted((steps[at] for at in part), reverse=True) for part in parts]
+        if isinstance(engine, Captured) and not recurring(sizes):
+            shapes = [stairs(shape) for shape in shapes]
+        taken.append(sum(computed(shape) for shape in shapes) / sum(steps))
+        read.append(sum(shape[0] * len(shape) for shape in shapes) / sum(steps))
         whole.append(len(steps) * max(steps) / sum(steps))
     return {
         "chunks": fmean(chunks),
-        "waste": fmean(cut_up),
-        "most_waste": max(cut_up),
-        "waste_with_rounding": fmean(computed),
-        "most_waste_with_rounding": max(computed),
-        "waste_in_one_chunk": fmean(whole),
+        "computed": fmean(taken),
+        "most_computed": max(taken),
+        "read": fmean(read),
+        "in_one_rectangle": fmean(whole),
     }
 
 
@@ -448,14 +447,13 @@ def _digits(value: float) -> str:
 def padding_table(columns: dict[str, dict[str, Any]]) -> str:
     heads = {
         "chunks": "chunks",
-        "waste": "padding",
-        "most_waste": "the worst",
-        "waste_with_rounding": "shapes rounded up",
-        "most_waste_with_rounding": "the worst",
-        "waste_in_one_chunk": "in a single chunk",
+        "computed": "computed",
+        "most_computed": "the worst",
+        "read": "read",
+        "in_one_rectangle": "in one rectangle",
     }
     lines = [
-        f"| padded steps per real step, 100 cohorts | {' | '.join(heads.values())} |",
+        f"| steps per real step, 100 cohorts | {' | '.join(heads.values())} |",
         "|---|" + "---:|" * len(heads),
     ]
     for name, c in columns.items():

@@ -167,7 +167,20 @@ def test_waste_by_hand() -> None:
     """Batches of 4: steps 1 and 4. Together 8 for 5 real ones, more than the 1.5 allowed: two chunks."""
     session = rounds.prepared(rounds.Plan.tiny().work("logistic"), rounds.Plan.tiny(), "vectorized")
     figures = rounds.waste(Work("logistic", (3, 16), 2, 4), session.engine, cohorts=1)
-    assert (figures["chunks"], figures["waste"], figures["waste_in_one_chunk"]) == (2.0, 1.0, 1.6)
+    assert figures == {
+        "chunks": 2.0,
+        "computed": 1.0,
+        "most_computed": 1.0,
+        "read": 1.0,
+        "in_one_rectangle": 1.6,
+    }
+
+
+def test_steps_of_a_chunk_are_those_of_who_has_a_batch() -> None:
+    """1, 4 and 4 steps: two clients stay for all four, so 9 are computed and 12 read, of 9 real ones."""
+    session = rounds.prepared(rounds.Plan.tiny().work("logistic"), rounds.Plan.tiny(), "vectorized")
+    figures = rounds.waste(Work("logistic", (3, 16, 16), 3, 4), session.engine, cohorts=1)
+    assert (figures["chunks"], figures["computed"], figures["read"]) == (1.0, 1.0, 12 / 9)
 
 
 @pytest.mark.slow

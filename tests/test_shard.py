@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import torch
 from hypothesis import given
@@ -159,3 +160,21 @@ def test_a_shard_can_hold_several_inputs() -> None:
     rows = shard(4)._rows
     batch = Shard({"a": X, "b": X * 2}, Y, rows, True).all()
     assert torch.equal(batch.x["b"], batch.x["a"] * 2)
+
+
+@given(st.lists(sizes, min_size=1, max_size=6), st.integers(1, 9), st.floats(0.1, 0.9), st.integers(2, 4))
+def test_whoever_has_a_batch_is_among_the_first(
+    counts: list[int], batch_size: int, fraction: float, folds: int
+) -> None:
+    """Of a shard and of its parts, bounds known client by client: exactly, where they are the sizes."""
+    counts = sorted(counts, reverse=True)
+    chunk = [replace(shard(n, max(counts[0], 1)), _even=False, _most=tuple(counts)) for n in counts]
+
+    def parts(whole: Shard) -> list[Shard]:
+        return [whole, *whole.split(fraction), *(part for pair in whole.folds(folds) for part in pair)]
+
+    for of_each in zip(*map(parts, chunk), strict=True):
+        for batch in zip(*(part.batches(batch_size) for part in of_each), strict=True):
+            having = [bool(mine.live) for mine in batch]
+            assert {mine.first for mine in batch} == {sum(having)}
+            assert having == sorted(having, reverse=True)

@@ -118,10 +118,10 @@ def pick_device(name: str) -> torch.device:
 class _Few(Shard):
     """A shard whose loops end early."""
 
-    _most: int
+    _few: int = 1
 
     def batches(self, batch_size: int, epochs: int = 1, steps: int = 0) -> Iterator[Batch]:
-        return islice(super().batches(batch_size, epochs, steps), self._most)
+        return islice(super().batches(batch_size, epochs, steps), self._few)
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class _Sketch(Federation):
 
     batches: int
 
-    def shard(self, rows: Rows, even: bool) -> Shard:
-        return _Few(self.data.x, self.data.y, rows, even, self.batches)
+    def shard(self, rows: Rows, even: bool, most: tuple[int, ...] = ()) -> Shard:
+        return _Few(self.data.x, self.data.y, rows, even, most, self.batches)
 
 
 def choose(

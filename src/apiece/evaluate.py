@@ -16,7 +16,7 @@ from torch import Tensor
 from apiece import random, tree
 from apiece.data.arena import Arena
 from apiece.data.federated import Clients, Ints
-from apiece.engines.base import Call, Engine, Federation, Program, recurring
+from apiece.engines.base import Call, Engine, Federation, Known, Program, recurring
 from apiece.errors import ApieceError
 from apiece.method import Broadcast
 from apiece.params import Params
@@ -145,24 +145,24 @@ def _both(federation: Federation, broadcast: Broadcast, client: Tree, train: Sha
 
 def _models(
     federation: Federation,
-    even: tuple[bool, bool],
+    shards: tuple[Known, Known],
     broadcast: Broadcast,
     train: Rows,
     test: Rows,
     client: Tree,
 ) -> Tree:
-    return _both(federation, broadcast, client, federation.shard(train, even[0]))
+    return _both(federation, broadcast, client, federation.shard(train, *shards[0]))
 
 
 def _scores(
     federation: Federation,
-    even: tuple[bool, bool],
+    shards: tuple[Known, Known],
     broadcast: Broadcast,
     train: Rows,
     test: Rows,
     client: Tree,
 ) -> Tree:
-    task, examples = federation.task, federation.shard(test, even[1]).all()
+    task, examples = federation.task, federation.shard(test, *shards[1]).all()
 
     def scored(params: Params) -> Tree:
         """A model that is not finite has no score: argmax of its outputs would be a number all the same."""
@@ -172,7 +172,7 @@ def _scores(
         metrics = {name: torch.where(fine, value, torch.nan) for name, value in found.items()}
         return metrics, torch.where(fine, outputs, torch.nan) if task.pooled else ()
 
-    both = _both(federation, broadcast, client, federation.shard(train, even[0]))
+    both = _both(federation, broadcast, client, federation.shard(train, *shards[0]))
     return *map(scored, both), examples.y if task.pooled else ()
 
 
@@ -193,11 +193,12 @@ def _each_client(
         clients = [int(ids[at]) for at in chunk]
         data = federation.data.brought(federation.data.kept.take(clients), arena)
         held = replace(federation, data=data)
-        train, train_even = held.rows(data.train, range(len(clients)), clients, key)
+        train, even = held.rows(data.train, range(len(clients)), clients, key)
         test, test_even = held.rows(data.test, range(len(clients)), clients, key)
         states = held.states(engine, broadcast, clients)
         where = f"in personalize of {type(federation.method).__name__}, clients {clients}"
-        program = Program(fn, held, (train_even, test_even), recurs=recurs)
+        shards = Known.of(data.train.sizes.tolist(), even, federation.method.personal), Known(test_even)
+        program = Program(fn, held, shards, recurs=recurs)
         return Call(program, broadcast, (train, test, states), where)
 
     arenas = cycle(engine.arenas or (None,))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,7 @@ class Batch(NamedTuple):
     live: Tensor | None  # 0-d bool: does it hold a real example? None: known to
     key: Key
     full: bool = False  # known to have no padding: its loss is a plain mean, whatever the weights
+    first: int | None = None  # of the chunk's clients, only its first so many may have it; None: any
 
 
 class Rows(NamedTuple):
@@ -47,6 +50,8 @@ class Shard:
     _y: Tree
     _rows: Rows
     _even: bool  # no client of the chunk is padded: masks are left out
+    # Of each client of the chunk, no more than of the one before: examples at the most; (): nobody knows.
+    _most: tuple[int, ...] = ()
 
     @property
     def size(self) -> Tensor:
@@ -65,6 +70,10 @@ class Shard:
 
     def _taken(self, index: Tensor) -> tuple[Tree, Tree]:
         return _rows(self._x, index), _rows(self._y, index)
+
+    def _first(self, examples: int) -> int | None:
+        """Only so many of the chunk's first clients may have more examples."""
+        return bisect_left(self._most, -examples, key=lambda count: -count) if self._most else None
 
     def _order(self, key: Key) -> Tensor:
         """A permutation of the real examples, then the padding."""
@@ -99,7 +108,9 @@ class Shard:
             for batch in range(min(per_pass, count - epoch * per_pass)):
                 rows = slice(batch * width, min((batch + 1) * width, n))
                 x, y = self._taken(place[rows]) if whole is None else tree.take(whole, rows)
-                yield Batch(x, y, weight[rows], None if self._even else live[batch], keys[batch], self._even)
+                alive = None if self._even else live[batch]
+                first = self._first(batch * width)
+                yield Batch(x, y, weight[rows], alive, keys[batch], self._even, first)
 
     def _steps(self, width: int, steps: int) -> Iterator[Batch]:
         """As above where B differs between the clients of the chunk: pass and batch are tensors."""
@@ -131,28 +142,24 @@ class Shard:
     def split(self, fraction: float = 0.5) -> tuple[Shard, Shard]:
         """(support, query): the same two parts in every round. The support is rounded up."""
         n, lasting = self._capacity, self._order(self._rows.split_key)
-        support = torch.ceil(self.size.double() * fraction - 1e-9).long()
+        share, rest = partial(_share, fraction=fraction), partial(_no_share, fraction=fraction)
         # A full shard has the largest support of all, and the largest query.
-        most = math.ceil(n * fraction - 1e-9)
-        query = lasting[support + self._positions(n - most)]
-        return self._part(lasting[:most], support, "support"), self._part(query, self.size - support, "query")
+        query = lasting[share(self.size) + self._positions(rest(n))]
+        return self._part(lasting[: share(n)], "support", share), self._part(query, "query", rest)
 
     def folds(self, count: int) -> Iterator[tuple[Shard, Shard]]:
         """(rest, fold), `count` ≥ 2 times: each example is in one fold, in the same one in every round."""
         n, lasting = self._capacity, self._order(self._rows.split_key)
         for i in range(count):
-            held = torch.clamp(self.size - i + count - 1, min=0) // count
             turn = lasting[i::count]
             others = self._positions(n - turn.shape[0])
             others = others + (others + count - 1 - i) // (count - 1)  # skips every turn
-            yield (
-                self._part(lasting[others], self.size - held, f"rest {i}"),
-                self._part(turn, held, f"fold {i}"),
-            )
+            held, rest = partial(_held, turn=i, turns=count), partial(_not_held, turn=i, turns=count)
+            yield self._part(lasting[others], f"rest {i}", rest), self._part(turn, f"fold {i}", held)
 
-    def _part(self, index: Tensor, size: Tensor, name: str) -> Shard:
-        """Some of the rows, the first `size` of them real; room for one at least, as a batch needs."""
-        even = self._even and index.shape[0] > 0
+    def _part(self, index: Tensor, name: str, of: Callable[[Any], Any]) -> Shard:
+        """Some of the rows, the first of them real, `of` so many; room for one at least, as a batch needs."""
+        size, even = of(self.size), self._even and index.shape[0] > 0
         if not index.shape[0]:
             index = self._positions(min(1, self._capacity))
         place = self._rows.place[index]
@@ -160,7 +167,30 @@ class Shard:
             padding = tree.leaves(self._y)[0].shape[0] - 1
             place = torch.where(self._positions(index.shape[0]) < size, place, padding)
         rows = Rows(place, size, fold(self.key, name), fold(self._rows.split_key, name))
-        return replace(self, _rows=rows, _even=even)
+        return replace(self, _rows=rows, _even=even, _most=tuple(map(of, self._most)))
+
+
+# Parts of so many examples: of a number, or of each in a tensor. Of more examples none is smaller.
+
+
+def _share(count: Any, fraction: float) -> Any:
+    """Rounded up, but for what a product is off."""
+    if isinstance(count, Tensor):
+        return torch.ceil(count.double() * fraction - 1e-9).long()
+    return math.ceil(count * fraction - 1e-9)
+
+
+def _no_share(count: Any, fraction: float) -> Any:
+    return count - _share(count, fraction)
+
+
+def _held(count: Any, turn: int, turns: int) -> Any:
+    """Every so manieth, from that one on."""
+    return (count + turns - 1 - turn) // turns
+
+
+def _not_held(count: Any, turn: int, turns: int) -> Any:
+    return count - _held(count, turn, turns)
 
 
 def _rows(examples: Tree, index: Tensor) -> Tree:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from apiece import Recipe, tree
 from apiece.choice import fitting
-from apiece.engines.base import WASTE, Call, Member, Program, ceiling, client_phase, cut, recurring
-from apiece.engines.capture import Captured
+from apiece.engines.base import WASTE, Call, Known, Member, Program, ceiling, client_phase, cut, recurring
+from apiece.engines.capture import Captured, stairs
+from apiece.engines.narrowing import computed
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import evaluate
@@ -80,6 +81,42 @@ def test_what_a_gpu_computes_stays_within_the_limit(sizes: list[int], limit: int
     engine.limit = limit
     for chunk in engine.cut(sizes, RECIPE):
         assert ceiling(len(chunk)) <= limit
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=90), st.integers(8, 70))
+def test_what_a_gpu_computes_is_at_most_one_and_a_half_times_the_work(sizes: list[int], limit: int) -> None:
+    engine = Captured.__new__(Captured)
+    engine.limit = limit
+    for chunk in engine.cut(sizes, RECIPE):
+        batches = sorted((max(1, math.ceil(sizes[i] / 4)) for i in chunk), reverse=True)
+        taken = [batches] if recurring(sizes) else [stairs(batches)]
+        assert sum(map(computed, taken)) <= WASTE * sum(batches)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=90), st.integers(1, 20))
+def test_bounds_of_what_is_recorded(sizes: list[int], unit: int) -> None:
+    """No client has more batches than his bound, and five numbers say it all: shapes come again."""
+    sizes.sort(reverse=True)
+    bounds = stairs(sizes, unit)
+    assert len(bounds) == ceiling(len(sizes))
+    assert bounds == sorted(bounds, reverse=True)
+    assert len(set(bounds)) <= 5
+    assert all(math.ceil(size / unit) <= bound // unit for size, bound in zip(sizes, bounds, strict=False))
+
+
+def test_bounds_by_hand() -> None:
+    """Of ten clients, one of them nobody, stairs begin at 0, 1, 2, 5 and 7; 9 is rounded to 10."""
+    assert stairs([10, 9, 9, 8, 8, 6, 5, 4, 3]) == [10] * 5 + [6] * 2 + [4] * 3
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=20))
+def test_what_is_known_of_sizes(sizes: list[int]) -> None:
+    """In whatever order: nobody has more, and nobody later may have more than one before."""
+    known = Known.of(sizes, False, RECIPE).most
+    assert all(size <= most for size, most in zip(sizes, known, strict=True))
+    assert list(known) == sorted(known, reverse=True)
+    assert set(known) <= set(sizes)
+    assert Known.of(sizes, False, RECIPE._replace(steps=3)).most == ()  # a batch is everybody's
 
 
 def test_one_client_does_not_tell_that_its_shapes_come_again() -> None:

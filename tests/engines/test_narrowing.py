@@ -16,6 +16,7 @@ from torch.func import vmap
 
 from apiece import Recipe, loop, tree
 from apiece.batched import clients_of, physical
+from apiece.engines.base import Known
 from apiece.engines.narrowing import narrowing
 from apiece.engines.vectorized import Vectorized
 from apiece.local import looping
@@ -46,8 +47,9 @@ def trained(made: Made, sizes: tuple[int, ...], narrowed: bool) -> Any:
 
     def client(rows: Rows, own: Tensor) -> Any:
         carry, step = made(own)
-        return loop(step, carry, Shard(x, y, rows, False).batches(2, epochs=2))
+        return loop(step, carry, Shard(x, y, rows, False, most).batches(2, epochs=2))
 
+    most = Known.of(sizes, False, Recipe(batch_size=2)).most if narrowed else ()
     own = torch.arange(1.0, 1 + len(sizes) * WIDE, dtype=x.dtype).reshape(len(sizes), WIDE)
     with torch.no_grad(), looping(narrowing if narrowed else None):
         return vmap(client)(rows, own)

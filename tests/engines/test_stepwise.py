@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from apiece import Experiment, catalog, tree
-from apiece.engines.base import Program
+from apiece.engines.base import Engine, Program, ceiling
+from apiece.engines.capture import Captured, _rounded
+from apiece.engines.narrowing import narrowing
+from apiece.engines.sequential import Sequential
 from apiece.engines.stepwise import PLAIN, Action, Stepwise, _kind
 from apiece.engines.vectorized import Vectorized, mapped
 from apiece.evaluate import models
@@ -51,16 +54,39 @@ class Counting(Vectorized):
         return looping(Stepwise(record, under=0))
 
     def record(self, action: Action) -> Action:
+        """Whether the action can be run is found out now; the first replay is that run."""
+        action()
         self.recorded += 1
+        begun = True
 
         def replay() -> None:
+            nonlocal begun
+            if not begun:
+                action()
+            begun = False
             self.replayed += 1
-            action()
 
         return replay
 
 
-def trained(method: Method, engine: Vectorized) -> Tree:
+class Rounded(Counting):
+    """What a GPU records, run plainly: shapes rounded up, steps of those who may have a batch, masks kept."""
+
+    cut = Captured.cut
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
+        count = len(tree.leaves(clients)[0])
+        program, clients = _rounded(program, clients, ceiling(count))
+        with looping(narrowing if self.whole else Stepwise(self.record, warm=True)):
+            answer = mapped(program, shared, clients)
+        return answer if program.together else tree.take(answer, slice(0, count))
+
+
+def trained(method: Method, engine: Engine) -> Tree:
     training, server = federation(method, engine, SIZES, 4, normalized_net)
     with torch.no_grad():
         servers = [closed.server for closed in training.rounds(server, 0, 2)]
@@ -76,13 +102,16 @@ def longer(method: Method) -> Method:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not catalog.build(catalog.example(n), {}).needs_proxy])
-def test_every_method_is_the_same_stepwise(name: str) -> None:
+def test_every_method_is_the_same_stepwise_and_narrowed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against clients one by one, to whom none of it is done."""
     method = catalog.build(catalog.example(name), {})
     if any(f == "local" for f in getattr(method, "__dataclass_fields__", {})):
         method = longer(method)
-    plain, stepwise = trained(method, Vectorized(CPU, 64)), trained(method, Counting())
-    for a, b in zip(tree.tensors(plain), tree.tensors(stepwise), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+    plain = trained(method, Sequential(CPU))
+    monkeypatch.setattr("apiece.engines.narrowing.settled", lambda batch: batch)
+    for engine in (Counting(), Rounded(whole=False), Rounded(whole=True)):
+        for a, b in zip(tree.tensors(plain), tree.tensors(trained(method, engine)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if catalog.build(catalog.example(n), {}).needs_proxy])

@@ -33,6 +33,7 @@ from apiece.task import Task
 from apiece.tree import Tree
 
 WASTE = 1.5
+ROOM = 4.0
 
 
 class Engine(ABC):
@@ -93,6 +94,11 @@ def work(sizes: Sequence[int], recipe: Recipe) -> list[int]:
     return [recipe.steps or max(1, math.ceil(size / recipe.batch_size)) for size in sizes]
 
 
+def narrows(recipe: Recipe) -> bool:
+    """Are there batches that some of a chunk's clients have and others do not?"""
+    return recipe.batch_size > 0 and not recipe.steps
+
+
 def recurring(sizes: Sequence[int]) -> bool:
     """Has everybody as many examples, so that chunks have the same shapes in every round?
 
@@ -107,34 +113,43 @@ def cut(
     limit: int,
     overhead: float = 0.0,
     rounded: Callable[[int], int] = int,
-    narrowed: bool = False,
+    narrowed: Callable[[Sequence[int]], int] | None = None,
 ) -> list[list[int]]:
     """Positions of clients in chunks whose padded work is at most WASTE times the real work.
 
     Of all ways to cut clients sorted by their work, the cheapest: a chunk costs its longest client's work
     times its clients plus `overhead`, what it costs to compute anything at all, in clients. Both numbers
     count `rounded`, as they will be computed; instead of nobody, shorter clients are taken along. Where a
-    step is `narrowed` to those who have a batch for it, clients cost their own work, not the longest one's.
+    step is narrowed to those who have a batch for it, `narrowed` says what is computed of clients with so
+    much work each; the examples that are read are ROOM times the real ones at the most.
     """
     steps = work(sizes, recipe)
     order = sorted(range(len(sizes)), key=lambda i: (-steps[i], i))
-    real = list(accumulate((steps[i] for i in order), initial=0))
+    longest_first = [steps[i] for i in order]
+    real = list(accumulate(longest_first, initial=0))
     # Clients of about the same work stay together: where one chunk ends does not hang on every single size.
-    about = [ceiling(steps[i]) for i in order]
+    about = [ceiling(taken) for taken in longest_first]
     ends = [at for at in range(1, len(order) + 1) if about[at - 1 : at] != about[at : at + 1]]
     best = {0: (0.0, 0)}  # of the first clients: the least cost, and where the last chunk begins
     for begin in range(len(order)):
         if begin not in best:
             continue
-        longest = recipe.steps or rounded(steps[order[begin]])
+        longest = recipe.steps or rounded(longest_first[begin])
         most = min(limit, len(order) - begin)
         natural = [end - begin for end in ends if begin < end < begin + most] + [most]
-        counts = [min(rounded(n), most) for n in natural]
-        # If none will do, of the clients of about the same work as many as are not rounded.
-        fine = [n for n in counts if longest * rounded(n) <= WASTE * (real[begin + n] - real[begin])]
-        for count in fine or [max(n for n in range(1, natural[0] + 1) if rounded(n) == n)]:
-            paid = real[begin + count] - real[begin] if narrowed else longest * rounded(count)
-            cost = best[begin][0] + paid + longest * overhead, begin
+        paid: dict[int, int] = {}
+        for count in (min(rounded(n), most) for n in natural):
+            padded, mine = longest * rounded(count), real[begin + count] - real[begin]
+            computed, room = padded, WASTE
+            if narrowed is not None and narrows(recipe):
+                computed, room = narrowed(longest_first[begin : begin + count]), ROOM
+            if computed <= WASTE * mine and padded <= room * mine:
+                paid[count] = computed
+        if not paid:  # of the clients of about the same work as many as are not rounded
+            count = max(n for n in range(1, natural[0] + 1) if rounded(n) == n)
+            paid[count] = longest * count
+        for count, computed in paid.items():
+            cost = best[begin][0] + computed + longest * overhead, begin
             best[begin + count] = min(best.get(begin + count, cost), cost)
     chunks: list[list[int]] = []
     end = len(order)
@@ -149,6 +164,20 @@ def placed(array: NDArray[Any], device: torch.device) -> Tensor:
     """An array on the device, without waiting for what the device is doing."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class Known(NamedTuple):
+    """What is known of a chunk's shards before anything is computed: in what a GPU has recorded, for good."""
+
+    even: bool  # no client of the chunk is padded
+    most: tuple[int, ...] = ()  # of each client, no more than of the one before: examples at the most
+
+    @staticmethod
+    def of(sizes: Sequence[int], even: bool, recipe: Recipe) -> Known:
+        """Of a chunk's clients, in their order."""
+        if even or not narrows(recipe):
+            return Known(even)
+        return Known(even, tuple(accumulate(reversed(sizes), max))[::-1])
 
 
 @dataclass(frozen=True)
@@ -175,8 +204,8 @@ class Federation:
         rows = Rows(whole[:, :width], *(whole[:, width + at] for at in range(3)))
         return rows, bool((sizes == index.shape[1]).all())
 
-    def shard(self, rows: Rows, even: bool) -> Shard:
-        return Shard(self.data.x, self.data.y, rows, even)
+    def shard(self, rows: Rows, even: bool, most: tuple[int, ...] = ()) -> Shard:
+        return Shard(self.data.x, self.data.y, rows, even, most)
 
     def newcomers(self, data: Clients, *purpose: str) -> Federation:
         """Other clients, none of them ever met, with keys of their own below `purpose`."""
@@ -201,14 +230,14 @@ class Federation:
 class Program:
     """A function of one client with all that differs neither between clients nor between rounds."""
 
-    fn: Callable[..., Tree]  # of (federation, even, shared, *client); a function of a module
+    fn: Callable[..., Tree]  # of (federation, shards, shared, *client); a function of a module
     federation: Federation
-    even: tuple[bool, ...] = ()  # of each shard it reads: is no client of the chunk padded?
+    shards: tuple[Known, ...] = ()  # that it reads
     together: Callable[..., Tree] | None = None  # of (all answers, all clients): what becomes of a chunk
     recurs: bool = False  # has it the same shapes in every round?
 
     def __call__(self, shared: Tree, *client: Tree) -> Tree:
-        return self.fn(self.federation, self.even, shared, *client)
+        return self.fn(self.federation, self.shards, shared, *client)
 
     def finish(self, answers: Tree, clients: tuple[Tree, ...]) -> Tree:
         return answers if self.together is None else self.together(answers, *clients)
@@ -218,17 +247,17 @@ class Program:
         """Programs with equal keys compute the same function of tensors, as long as both are alive."""
         f = self.federation
         resident = tuple(map(id, tree.leaves((f.data.x, f.data.y))))
-        return self.fn, type(f), f.method, id(f.task.module), resident, self.even, self.together
+        return self.fn, type(f), f.method, id(f.task.module), resident, self.shards, self.together
 
 
-def _first_state(federation: Federation, even: tuple[bool, ...], shared: Tree, key: Tensor) -> Tree:
+def _first_state(federation: Federation, shards: tuple[Known, ...], shared: Tree, key: Tensor) -> Tree:
     broadcast, start = shared
     return federation.method.init_client(federation.task.for_clients(), broadcast, start, key)
 
 
 def _updated(
     federation: Federation,
-    even: tuple[bool, ...],
+    shards: tuple[Known, ...],
     broadcasts: Tree,
     real: Tensor,
     which: Tree,
@@ -238,7 +267,7 @@ def _updated(
     """One client's reply as tensors, decoded and weighed."""
     method, task = federation.method, federation.task.for_clients()
     broadcast = broadcasts if which == () else _of(broadcasts, which)
-    reply = method.client_update(task, broadcast, state, federation.shard(rows, *even))
+    reply = method.client_update(task, broadcast, state, federation.shard(rows, *shards[0]))
     weight: Any = reply.weight
     if not isinstance(weight, Tensor):
         weight = torch.full((), weight, device=task.device)
@@ -309,7 +338,8 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
     alone = len(members) == 1
     shared = members[0].broadcast if alone else _stacked([member.broadcast for member in members])
     places = [(m, at) for m, member in enumerate(members) for at in range(len(member.cohort.ids))]
-    sizes = [size for member in members for size in member.cohort.train.sizes.tolist()]
+    each = [member.cohort.train.sizes.tolist() for member in members]
+    sizes = [size for mine in each for size in mine]
     parts: list[list[_Part]] = [[] for _ in members]
     sums: list[Tree] = [() for _ in members]  # weighted, of MEAN
     chunks, recurs = [], recurring(sizes)
@@ -324,11 +354,13 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
         prepared = [_before(engine, members[m], positions) for m, positions in mine.items()]
         rows, even = _joined([rows for rows, _ in prepared], first.data.padding)
         before = tree.concat([state for _, state in prepared])
-        runs = [m for m, positions in mine.items() for _ in positions]
+        clients = [(m, at) for m, positions in mine.items() for at in positions]
+        runs = [m for m, _ in clients]
         real = torch.ones(len(runs), dtype=torch.bool, device=engine.device)
         which: Tree = () if alone else placed(np.array(runs), engine.device)
-        program = Program(_updated, first, (even,), gather, recurs)
-        ids = [members[m].cohort.ids[at] for m, positions in mine.items() for at in positions]
+        known = Known.of([each[m][at] for m, at in clients], even, first.method.local)
+        program = Program(_updated, first, (known,), gather, recurs)
+        ids = [members[m].cohort.ids[at] for m, at in clients]
         name, round = type(first.method).__name__, members[0].round.index
         where = f"in client_update of {name}, round {round}, clients {ids}"
         return Call(program, shared, (real, which, rows, before), where)

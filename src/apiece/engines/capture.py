@@ -21,6 +21,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,8 @@ from torch import Tensor
 from apiece import tree
 from apiece.batched import physical
 from apiece.data.federated import Federated
-from apiece.engines.base import Call, Program, ceiling, cut, recurring
+from apiece.engines.base import Call, Known, Program, ceiling, cut, recurring
+from apiece.engines.narrowing import computed, narrowing
 from apiece.engines.stepwise import Action, Stepwise
 from apiece.engines.vectorized import Vectorized, mapped
 from apiece.local import looping
@@ -42,6 +44,7 @@ log = logging.getLogger("apiece")
 
 MOST_GRAPHS = 128  # in a lane
 LANES = 3
+STAIRS = (0, 1, 2, 4, 6)  # where they begin, in eighths of a chunk's clients
 LONG = 16  # steps from which on recording each of them takes longer than it saves
 
 
@@ -180,7 +183,9 @@ class Captured(Vectorized):
 
     def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
         limit = next(most for most in range(self.limit, 0, -1) if ceiling(most) == most)
-        return cut(sizes, recipe, limit, self.overhead, int if recurring(sizes) else ceiling)
+        if recurring(sizes):
+            return cut(sizes, recipe, limit, self.overhead)
+        return cut(sizes, recipe, limit, self.overhead, ceiling, lambda steps: computed(stairs(steps)))
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
         return self._finished(self._begun(program, shared, clients))
@@ -209,8 +214,10 @@ class Captured(Vectorized):
         count = tree.leaves(clients)[0].shape[0]
         if not program.recurs:
             program, clients = _rounded(program, clients, ceiling(count))
-        alike = (program.key, tree.signature((shared, tree.take(clients, 0))))
-        if alike not in self._met:  # few of them are as many as more, for libraries to be warm
+        # Few of them are as many as more, for libraries to be warm.
+        any_number = replace(program, shards=tuple(Known(one.even) for one in program.shards))
+        alike = (any_number.key, tree.signature((shared, tree.take(clients, 0))))
+        if alike not in self._met:
             answer, steps = self._stepwise(program, shared, clients)
             self._met[alike] = (program, steps)
             return _Begun(self._real(program, answer, count), ())
@@ -267,7 +274,7 @@ class Captured(Vectorized):
     ) -> _Recording:
         begin = time.perf_counter()
         held, tape = tree.clone(given), _Tape(lane)
-        looper = Stepwise(tape.record, replay=tape.replay, warm=True) if steps >= LONG else None
+        looper = Stepwise(tape.record, replay=tape.replay, warm=True) if steps >= LONG else narrowing
         torch.cuda.synchronize(self.device)
         with warnings.catch_warnings(), torch.cuda.stream(lane.stream), _undisturbed(), looping(looper):
             # A first state that is the start itself needs no kernel.
@@ -288,6 +295,14 @@ def vectorized(device: torch.device, limit: int) -> Vectorized:
     return Captured(device, limit) if device.type == "cuda" else Vectorized(device, limit)
 
 
+def stairs(most: Sequence[int], unit: int = 1) -> list[int]:
+    """Bounds of clients sorted by them, rounded up, nobody's among them: five numbers, of few values."""
+    count = ceiling(len(most))
+    begins = [b for b in sorted({count * eighths // 8 for eighths in STAIRS}) if b < len(most)]
+    heights = [ceiling(math.ceil(most[begin] / unit)) * unit for begin in begins]
+    return [h for h, (a, b) in zip(heights, pairwise([*begins, count]), strict=True) for _ in range(a, b)]
+
+
 def _rounded(program: Program, clients: tuple[Tree, ...], count: int) -> tuple[Program, tuple[Tree, ...]]:
     """`count` clients, those that were not there all zeros; shards of a rounded number of batches."""
     unit = program.federation.method.local.batch_size or 1
@@ -298,9 +313,13 @@ def _rounded(program: Program, clients: tuple[Tree, ...], count: int) -> tuple[P
         batches = ceiling(math.ceil(width / unit)) * unit if width > unit else ceiling(width)
         return rows._replace(place=F.pad(rows.place, (0, batches - width), value=padding))
 
+    def known(one: Known) -> Known:
+        return Known(False, tuple(stairs(one.most, unit))) if one.most else one
+
     wide = tuple(wider(part) if isinstance(part, Rows) else part for part in clients)
+    program = replace(program, shards=tuple(map(known, program.shards)))
     if any(a.place.shape != b.place.shape for a, b in zip(clients, wide, strict=True) if isinstance(a, Rows)):
-        program = replace(program, even=(False,) * len(program.even))
+        program = replace(program, shards=tuple(one._replace(even=False) for one in program.shards))
     more = count - tree.leaves(clients)[0].shape[0]
     if more == 0:
         return program, wide

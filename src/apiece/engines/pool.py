@@ -226,7 +226,7 @@ def sent(program: Program) -> tuple[Any, ...]:
     more = {name: value for name, value in vars(federation).items() if name not in FIELDS}
     data = federation.data
     assert isinstance(data, Federated)  # some clients' alone
-    rest = program.fn, program.even, program.together, program.recurs
+    rest = program.fn, program.shards, program.together, program.recurs
     return type(federation), more, (data.x, data.y, data.lasting), rest
 
 

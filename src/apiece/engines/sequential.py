@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from apiece import tree
-from apiece.engines.base import Engine, Program
+from apiece.engines.base import Engine, Known, Program
 from apiece.shard import Rows
 from apiece.tree import Tree
 
@@ -26,7 +26,8 @@ class Sequential(Engine):
         count = tree.leaves(clients)[0].shape[0]
         alone, each = program, [tree.take(clients, i) for i in range(count)]
         if count > 1:
-            alone, each = replace(program, even=(True,) * len(program.even)), [_cut(one) for one in each]
+            alone = replace(program, shards=(Known(True),) * len(program.shards))
+            each = [_cut(one) for one in each]
         answers = [alone(shared, *one) for one in each]
         together = tree.map(_stacked, *answers) if count > 1 else tree.map(lambda leaf: leaf[None], *answers)
         return program.finish(together, clients)

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from apiece import tree
-from apiece.batched import levels, memory, physical
+from apiece.batched import levels, physical
+from apiece.engines.narrowing import First, Step, apart, copy, having, narrowed
 from apiece.shard import Batch
 
 PLAIN = 2  # steps before one is recorded: libraries are warm then, and it is settled what differs by client
@@ -34,20 +35,22 @@ class Stepwise:
     """A looper (`apiece.local.looping`) of loops under so many transformations; counts the steps it has run.
 
     under: 1 for clients, under `vmap`; 0 for a server. Under `grad`, too, a replay would have no derivative.
-    warm: all that is computed has been computed before.
+    warm: all that is computed has been computed before; steps are narrowed to those who may have a batch.
     """
 
     def __init__(self, record: Record, under: int = 1, replay: Replay = at_once, warm: bool = False) -> None:
         self._record, self._under, self._replay, self._warm = record, under, replay, warm
         self.steps = 0
 
-    def __call__(self, step: Callable[[Any, Batch], Any], carry: Any, batches: Iterable[Batch]) -> Any:
+    def __call__(self, step: Step, carry: Any, batches: Iterable[Batch]) -> Any:
         whole = len(levels()) == self._under
         plain: Counter[Any] = Counter()  # steps that were not replayed, by kind
-        replays: dict[Any, tuple[Batch, Action]] = {}
+        replays: dict[Any, tuple[First | None, Batch, Action]] = {}
         held: Any = None  # the carry, once it has a place of its own
         for batch in batches:
             self.steps += 1
+            if not self._warm:
+                batch = batch._replace(first=None)
             kind = _kind(batch)
             if not whole or (plain.total() if self._warm else plain[kind]) < PLAIN:
                 plain[kind] += 1
@@ -58,20 +61,31 @@ class Stepwise:
                     copy(held, after)
                 continue
             if held is None:
-                held = tree.clone(carry)
+                held = tree.clone(carry) if batch.first is None else apart(carry, batch)
             if kind not in replays:
-                replays[kind] = self._recorded(step, held, batch)
-            place, replay = replays[kind]
-            self._replay(place, replay, batch)
+                replays[kind] = self._recorded(step, held, batch, having(batch))
+            first, place, replay = replays[kind]
+            self._replay(place, replay, batch if first is None else first.of(batch))
         return carry if held is None else held
 
-    def _recorded(self, step: Callable[[Any, Batch], Any], held: Any, batch: Batch) -> tuple[Batch, Action]:
-        place = tree.clone(batch)
+    def _recorded(
+        self, step: Step, held: Any, batch: Batch, first: First | None
+    ) -> tuple[First | None, Batch, Action]:
+        """Of those who have the batch, if the step can be narrowed to them; what to replay it with."""
+        place = tree.clone(batch if first is None else first.of(batch))
 
         def action() -> None:
-            copy(held, step(held, place))
+            if first is None:
+                copy(held, step(held, place))
+            else:
+                narrowed(step, held, place, first)
 
-        return place, self._record(action)
+        try:
+            return first, place, self._record(action)
+        except Exception:
+            if first is None:
+                raise
+            return self._recorded(step, held, batch, None)
 
 
 def _kind(batch: Batch) -> Any:
@@ -80,16 +94,3 @@ def _kind(batch: Batch) -> Any:
 
 def _described(leaf: Any) -> tuple[Any, ...]:
     return (leaf.shape, physical(leaf)[1]) if isinstance(leaf, Tensor) else (leaf,)
-
-
-def copy(place: Any, value: Any) -> None:
-    """Write the value's leaves where the place's are; one may be another's place, as a step's last params."""
-    both = list(zip(tree.leaves(place), tree.leaves(value), strict=True))
-    for mine, leaf in both:
-        if not isinstance(mine, Tensor) and mine != leaf:
-            raise TypeError(f"a static leaf cannot change from step to step: {mine!r} to {leaf!r}")
-    pairs = [(mine, leaf) for mine, leaf in both if isinstance(mine, Tensor) and mine is not leaf]
-    taken = {memory(mine) for mine, _ in pairs}
-    kept = [leaf.clone() if memory(leaf) in taken else leaf for _, leaf in pairs]
-    for (mine, _), leaf in zip(pairs, kept, strict=True):
-        mine.copy_(leaf)

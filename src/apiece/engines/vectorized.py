@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.func import vmap
 
 from apiece.engines.base import Engine, Program, cut
-from apiece.engines.narrowing import narrowing
+from apiece.engines.narrowing import computed, narrowing
 from apiece.local import looping
 from apiece.optim import Recipe
 from apiece.tree import Tree
@@ -19,16 +19,11 @@ class Vectorized(Engine):
     name = "vectorized"
     overhead = 12.0
 
-    @property
-    def _narrows(self) -> bool:
-        """A GPU would have to be waited for to know who has a batch."""
-        return self.device.type == "cpu"
-
     def cut(self, sizes: Sequence[int], recipe: Recipe) -> list[list[int]]:
-        return cut(sizes, recipe, self.limit, self.overhead, narrowed=self._narrows)
+        return cut(sizes, recipe, self.limit, self.overhead, narrowed=computed)
 
     def each(self, program: Program, shared: Tree, clients: tuple[Tree, ...]) -> Tree:
-        with looping(narrowing if self._narrows else None):
+        with looping(narrowing):
             return mapped(program, shared, clients)
 
 
