@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import peers, rounds
-from benchmarks.peers import Work, plain
+from benchmarks.peers import SHAPE, Work, plain
 
 from apiece import models
 from tests.worlds import CPU
@@ -154,6 +154,21 @@ def test_clients_with_a_heavy_tail() -> None:
     mean = fmean(work.sizes)
     spread = fmean((size - mean) ** 2 for size in work.sizes) ** 0.5
     assert spread == pytest.approx(106, rel=0.02)
+
+
+@pytest.mark.parametrize("model", ["lenet", "tff_cnn(dropout=False)", "cnn"])
+def test_relu_behind_the_pooling_gives_the_same_bits(model: str) -> None:
+    """Outputs and gradients; a third of the pixels are zero, so that windows have several largest entries."""
+    work = Work(model, (2,), 1, 1)
+    usual, ours = work.network(), models.build(model, SHAPE, work.classes).factory()
+    ours.load_state_dict(usual.state_dict())
+    assert [name for name, _ in usual.named_children()] != [name for name, _ in ours.named_children()]
+    x = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(0)) * (torch.arange(28) % 3 > 0)
+    for network in (usual, ours):
+        network(x).square().sum().backward()
+    for a, b in zip(usual.parameters(), ours.parameters(), strict=True):
+        assert a.grad is not None
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
 
 def test_waste_of_even_clients_is_none() -> None:

@@ -6,6 +6,7 @@ that in a process of their own: `python -m benchmarks.peers WORK.json ANSWER.jso
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,14 +46,26 @@ class Work:
         return federate(examples, parts, names, key=SEED, test=0.0, unseen=0.0)
 
     def network(self) -> nn.Module:
-        """The model as a plain module with PyTorch's own dropout, as a run of apiece with seed 0 begins."""
+        """The model as a plain module with PyTorch's own dropout, as a run of apiece with seed 0 begins.
+
+        ReLU before pooling, as it is usually written; apiece's models have it behind, where it costs less.
+        """
         task = models.build(self.model, SHAPE, self.classes)
-        module = task.factory()
+        module = nn.Sequential(OrderedDict(_relu_first(task.factory())))
         for name, layer in module.named_children():
             if isinstance(layer, Dropout):
                 setattr(module, name, nn.Dropout(layer.p))
         module.load_state_dict(dict(task.init(random.fold(SEED, "apiece", "params"))))
         return module
+
+
+def _relu_first(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers in turn, ReLU before the pooling that it stands behind."""
+    layers = list(network.named_children())
+    for i, ((_, pool), (_, relu)) in enumerate(pairwise(layers)):
+        if isinstance(pool, nn.MaxPool2d) and isinstance(relu, nn.ReLU):
+            layers[i : i + 2] = reversed(layers[i : i + 2])
+    return layers
 
 
 class Done(NamedTuple):

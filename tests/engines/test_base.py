@@ -204,6 +204,16 @@ def test_a_reply_that_is_not_finite_counts_nothing() -> None:
         assert math.isclose(float(closed.server.params["total"]), 169 / 17, rel_tol=1e-6)
 
 
+def test_a_reply_that_is_not_finite_is_told_of_where_it_weighs_nothing() -> None:
+    """Client 2 has no examples: 0 · NaN is what its part of the mean would be."""
+    for engine in (Sequential(CPU), Vectorized(CPU, 8)):
+        training, server = federation(UpdateOf(bad_size=0), engine, (5, 30, 0, 12), 4)
+        with torch.no_grad():
+            (closed,) = training.rounds(server, 0, 1)
+        assert closed.finite.tolist() == [True, True, False, True]
+        assert math.isclose(float(closed.server.params["total"]), (25 + 900 + 144) / 47, rel_tol=1e-6)
+
+
 def test_no_weight_at_all_leaves_the_server_as_it_was() -> None:
     training, server = federation(UpdateOf(), Vectorized(CPU, 8), (0, 0), 2)
     (after,) = servers(training, server, 1)

@@ -304,18 +304,27 @@ class _Gather:
         self, replies: tuple[Tree, ...], real: Tensor, which: Tree, rows: Rows, before: Tree
     ) -> tuple[Tree, Tree, Tensor, Tensor, Tree]:
         update, state, weight, metrics = replies
-        finite = real & _finite((update, state, weight))
-        # To know it, one would have to wait for a GPU; a CPU saves passes over all that clients answer.
-        if finite.device.type != "cpu" or not finite.all():
+        run = torch.arange(self.runs, device=weight.device)[:, None]
+        own = torch.ones_like(weight)[None] if which == () else (which == run).to(weight.dtype)
+        # A GPU would have to be waited for; a CPU is asked, and saves passes over all that clients answer.
+        asked = weight.device.type == "cpu"
+        total = self._total(update, own * weight) if asked else update
+        # A sum that is finite has no other parts, if everybody counts in it.
+        sound = asked and self.reduce is MEAN and bool(weight.all() & tree.finite(total, weight.device))
+        finite = real & _finite((() if sound else update, state, weight))
+        if not asked or not finite.all():
             state = _choose(finite, state, before)
             update = tree.map(lambda leaf: torch.where(_spread(finite, leaf), leaf, 0.0), update)
             weight = torch.where(finite, weight, 0.0)
-        run = torch.arange(self.runs, device=weight.device)[:, None]
-        own = torch.ones_like(weight)[None] if which == () else (which == run).to(weight.dtype)
-        if self.reduce is MEAN:
-            update = tree.map(lambda leaf: torch.tensordot(own * weight, leaf.to(weight.dtype), 1), update)
+            total = self._total(update, own * weight)
         counted = tree.map(lambda leaf: own.to(leaf.dtype) @ torch.where(finite, leaf, 0.0), metrics)
-        return update, state, weight, finite, counted
+        return total, state, weight, finite, counted
+
+    def _total(self, update: Tree, weights: Tensor) -> Tree:
+        """Of each run; all updates, where the server is to have them."""
+        if self.reduce is not MEAN:
+            return update
+        return tree.map(lambda leaf: torch.tensordot(weights, leaf.to(weights.dtype), 1), update)
 
 
 class _Part(NamedTuple):

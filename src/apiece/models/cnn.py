@@ -38,8 +38,8 @@ def cnn(
         layers[f"conv{i}"] = nn.Conv2d(incoming, outgoing, kernel_size=3, padding=1)
         if norm:
             layers[f"norm{i}"] = nn.GroupNorm(1, outgoing)
+        layers[f"pool{i}"] = nn.MaxPool2d(2)  # before ReLU: the same numbers, of which ReLU sees a quarter
         layers[f"relu{i}"] = nn.ReLU()
-        layers[f"pool{i}"] = nn.MaxPool2d(2)
         incoming = outgoing
     layers["flatten"] = nn.Flatten()
     features = incoming * (height // pooling) * (width // pooling)

@@ -30,8 +30,8 @@ def lenet(
     layers: OrderedDict[str, nn.Module] = OrderedDict(rows=nn.Flatten(), image=nn.Unflatten(1, image))
     for i, outgoing in enumerate(channels, 1):
         layers[f"conv{i}"] = nn.Conv2d(incoming, outgoing, kernel, padding=padding)
+        layers[f"pool{i}"] = nn.MaxPool2d(2)  # before ReLU: the same numbers, of which ReLU sees a quarter
         layers[f"relu{i}"] = nn.ReLU()
-        layers[f"pool{i}"] = nn.MaxPool2d(2)
         height, width = ((side + 2 * padding - kernel + 1) // 2 for side in (height, width))
         incoming, padding = outgoing, 0
     if min(height, width) < 1:
