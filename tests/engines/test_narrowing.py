@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from apiece.local import looping
 from apiece.methods.fedavg import FedAvg
 from apiece.random import as_key
 from apiece.shard import Batch, Rows, Shard
+from apiece.train import together
 from tests.worlds import CPU, federation, servers
 
 WIDE = 3
@@ -193,10 +195,8 @@ def test_whatever_a_step_does_it_is_narrowed(made: Made) -> None:
     assert seen == [3, 2, 2, 2, 2] * 2
 
 
-def test_nobody_is_computed_without_a_batch() -> None:
-    """Sizes 20, 16, 16, 12 in batches of 4: of five steps three are for all, the fourth for three clients;
-    that for the largest alone is computed for two."""
-    seen: list[int] = []
+def counting(seen: list[int]) -> Callable[[], nn.Module]:
+    """Networks that note for how many clients at once they are computed."""
 
     class Watching(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -207,7 +207,26 @@ def test_nobody_is_computed_without_a_batch() -> None:
                 seen.append(value.shape[axis])
             return super().forward(x)
 
-    method = FedAvg(local=Recipe(lr=0.1, batch_size=4, epochs=1))
-    training, server = federation(method, Vectorized(CPU, 64), (16, 12, 20, 16), 4, lambda: Watching(5, 3))
+    return lambda: Watching(5, 3)
+
+
+METHOD = FedAvg(local=Recipe(lr=0.1, batch_size=4, epochs=1))
+
+
+def test_nobody_is_computed_without_a_batch() -> None:
+    """Sizes 20, 16, 16, 12 in batches of 4: of five steps three are for all, the fourth for three clients;
+    that for the largest alone is computed for two."""
+    seen: list[int] = []
+    training, server = federation(METHOD, Vectorized(CPU, 64), (16, 12, 20, 16), 4, counting(seen))
     list(servers(training, server, 1))
     assert seen == [4, 4, 4, 3, 2]
+
+
+def test_replicas_go_together_by_their_steps() -> None:
+    """Twice the same sizes: the longest of both are the chunk's first."""
+    seen: list[int] = []
+    training, server = federation(METHOD, Vectorized(CPU, 64), (16, 12, 20, 16), 4, counting(seen))
+    other = replace(training, federation=replace(training.federation, root=7))
+    with torch.no_grad():
+        list(together([training, other], [server, server], 0, 1))
+    assert seen == [8, 8, 8, 6, 2]

@@ -351,34 +351,30 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
     sizes = [size for mine in each for size in mine]
     parts: list[list[_Part]] = [[] for _ in members]
     sums: list[Tree] = [() for _ in members]  # weighted, of MEAN
-    chunks, recurs = [], recurring(sizes)
-    for chunk in engine.cut(sizes, first.method.local):
-        chosen = [places[at] for at in chunk] if alone else sorted(places[at] for at in chunk)
-        mine: dict[int, list[int]] = {}
-        for m, at in chosen:
-            mine.setdefault(m, []).append(at)
-        chunks.append(mine)
+    chunks = [[places[at] for at in chunk] for chunk in engine.cut(sizes, first.method.local)]
+    recurs = recurring(sizes)
 
-    def call(mine: dict[int, list[int]]) -> Call:
-        prepared = [_before(engine, members[m], positions) for m, positions in mine.items()]
+    def call(chosen: list[tuple[int, int]]) -> Call:
+        mine = _by_member(chosen)
+        prepared = [_before(engine, members[m], [chosen[i][1] for i in turns]) for m, turns in mine.items()]
         rows, even = _joined([rows for rows, _ in prepared], first.data.padding)
         before = tree.concat([state for _, state in prepared])
-        clients = [(m, at) for m, positions in mine.items() for at in positions]
-        runs = [m for m, _ in clients]
-        real = torch.ones(len(runs), dtype=torch.bool, device=engine.device)
-        which: Tree = () if alone else placed(np.array(runs), engine.device)
-        known = Known.of([each[m][at] for m, at in clients], even, first.method.local)
+        # One member after another so far; but who has most steps comes first.
+        turn = np.argsort([i for turns in mine.values() for i in turns]).tolist()
+        rows, before = tree.take((rows, before), _index(turn, engine.device))
+        real = torch.ones(len(chosen), dtype=torch.bool, device=engine.device)
+        which: Tree = () if alone else placed(np.array([m for m, _ in chosen]), engine.device)
+        known = Known.of([each[m][at] for m, at in chosen], even, first.method.local)
         program = Program(_updated, first, (known,), gather, recurs)
-        ids = [members[m].cohort.ids[at] for m, at in clients]
+        ids = [members[m].cohort.ids[at] for m, at in chosen]
         name, round = type(first.method).__name__, members[0].round.index
         where = f"in client_update of {name}, round {round}, clients {ids}"
         return Call(program, shared, (real, which, rows, before), where)
 
     answers = engine.answers(map(call, chunks))
-    for mine, (update, state, weight, finite, metrics) in zip(chunks, answers, strict=True):
-        begin = 0
-        for m, positions in mine.items():
-            own = slice(begin, begin := begin + len(positions))
+    for chosen, (update, state, weight, finite, metrics) in zip(chunks, answers, strict=True):
+        for m, turns in _by_member(chosen).items():
+            own, positions = _index(turns, engine.device), [chosen[i][1] for i in turns]
             rows: Tree = ()
             if gather.reduce is MEAN:
                 sums[m] = _added(sums[m], tree.take(update, m), len(parts[m]))
@@ -390,6 +386,20 @@ def client_phase(engine: Engine, *members: Member) -> list[Outcome]:
     return [
         _reduced(own, gather.reduce, total, engine.device) for own, total in zip(parts, sums, strict=True)
     ]
+
+
+def _by_member(chosen: list[tuple[int, int]]) -> dict[int, list[int]]:
+    """Of each member, where in a chunk of (member, position) its clients are."""
+    found: dict[int, list[int]] = {}
+    for i, (m, _) in enumerate(chosen):
+        found.setdefault(m, []).append(i)
+    return found
+
+
+def _index(turns: list[int], device: torch.device) -> slice | Tensor:
+    """A slice where it can be one: views need no copy."""
+    begin, end = turns[0], turns[-1] + 1
+    return slice(begin, end) if turns == list(range(begin, end)) else placed(np.array(turns), device)
 
 
 def _added(total: Tree, more: Tree, before: int) -> Tree:

@@ -1,9 +1,8 @@
 """Ragged clients under `vmap`: a step is computed for those alone who may have a batch for it.
 
-The clients of a chunk are in the order of their steps, so they are its first ones; the steps of others who
-are among them, as in a chunk of replicas, are masked. What a step reads is narrowed to their rows: the carry
-and the batch before it begins, what it closes over when an operation is given it. The rows of the others stay
-as they are, and nothing needs a mask.
+The clients of a chunk are in the order of their steps, so they are its first ones. What a step reads is
+narrowed to their rows: the carry and the batch before it begins, what it closes over when an operation is
+given it. The rows of the others stay as they are. A mask is left for those of whom it is not sure.
 """
 
 from __future__ import annotations
