@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from apiece.data.federated import Federated
-from apiece.engines.base import Engine, Federation, Member, client_phase
+from apiece.engines.base import Engine, Federation, Known, Member, client_phase
 from apiece.engines.capture import LANES, vectorized
 from apiece.engines.pool import share
 from apiece.engines.processes import HANDFUL, Processes
@@ -130,8 +130,8 @@ class _Sketch(Federation):
 
     batches: int
 
-    def shard(self, rows: Rows, even: bool, most: tuple[int, ...] = ()) -> Shard:
-        return _Few(self.data.x, self.data.y, rows, even, most, self.batches)
+    def shard(self, rows: Rows, known: Known | bool) -> Shard:
+        return _Few(**vars(super().shard(rows, known)), _few=self.batches)
 
 
 def choose(

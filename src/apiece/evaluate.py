@@ -151,7 +151,7 @@ def _models(
     test: Rows,
     client: Tree,
 ) -> Tree:
-    return _both(federation, broadcast, client, federation.shard(train, *shards[0]))
+    return _both(federation, broadcast, client, federation.shard(train, shards[0]))
 
 
 def _scores(
@@ -162,7 +162,7 @@ def _scores(
     test: Rows,
     client: Tree,
 ) -> Tree:
-    task, examples = federation.task, federation.shard(test, *shards[1]).all()
+    task, examples = federation.task, federation.shard(test, shards[1]).all()
 
     def scored(params: Params) -> Tree:
         """A model that is not finite has no score: argmax of its outputs would be a number all the same."""
@@ -172,7 +172,7 @@ def _scores(
         metrics = {name: torch.where(fine, value, torch.nan) for name, value in found.items()}
         return metrics, torch.where(fine, outputs, torch.nan) if task.pooled else ()
 
-    both = _both(federation, broadcast, client, federation.shard(train, *shards[0]))
+    both = _both(federation, broadcast, client, federation.shard(train, shards[0]))
     return *map(scored, both), examples.y if task.pooled else ()
 
 

@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     live: Tensor | None  # 0-d bool: does it hold a real example? None: known to
     key: Key
     full: bool = False  # known to have no padding: its loss is a plain mean, whatever the weights
-    first: int | None = None  # of the chunk's clients, only its first so many may have it; None: any
+    first: int | None = None  # only so many of a chunk's clients, its first, may be live; None: any
 
 
 class Rows(NamedTuple):

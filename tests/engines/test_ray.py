@@ -29,7 +29,7 @@ from apiece.check import _bits_differ, _distance, _stressed, _World
 from apiece.data.lazy import lazily
 from apiece.data.synthetic import Population
 from apiece.engines import ray as engines
-from apiece.engines.base import Call, Engine, Federation, Member, Program, client_phase
+from apiece.engines.base import Call, Engine, Federation, Known, Member, Program, client_phase
 from apiece.engines.pool import share
 from apiece.engines.ray import Cluster, Ray
 from apiece.engines.sequential import Sequential
@@ -141,7 +141,7 @@ def test_clients_one_by_one_have_the_bits_of_the_sequential_engine(machines: Any
     assert same(list(world.play(actors(2, limit=1))), plain)
 
 
-def _machine(federation: Federation, even: tuple[bool, ...], shared: Tensor, given: Tensor) -> Tree:
+def _machine(federation: Federation, shards: tuple[Known, ...], shared: Tensor, given: Tensor) -> Tree:
     time.sleep(0.05)
     return torch.tensor(list(ray.get_runtime_context().get_node_id().encode()))
 
@@ -203,7 +203,7 @@ def test_only_a_chunks_own_examples_go_with_it() -> None:
     f = replace(training.federation, data=data)
     rows, even = f.rows(data.train, [0, 1], [3, 8], 0)
     few = rows._replace(place=torch.tensor([[4, 2, data.padding], [9, 3, 4]]))
-    call = engines._own(Call(Program(_machine, f, (even,)), (), (few,), ""))
+    call = engines._own(Call(Program(_machine, f, (Known(even),)), (), (few,), ""))
     sent = call.program.federation.data
     assert torch.equal(sent.x, data.x[[2, 3, 4, 9, data.padding]])
     assert torch.equal(sent.x[call.clients[0].place], data.x[few.place])

@@ -9,7 +9,7 @@ import torch
 
 from apiece import Shard, Task, catalog, tree
 from apiece.data.federated import Examples, Federated, federate
-from apiece.engines.base import Program
+from apiece.engines.base import Known, Program
 from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
 from apiece.method import Method, Server
@@ -101,9 +101,9 @@ def test_clients_never_read_the_proxy(name: str) -> None:
     assert_same_bits(left(method, data), left(method, data, Careless))
 
 
-def _reply(federation, even, broadcast, rows, state):  # type: ignore[no-untyped-def]
+def _reply(federation, shards, broadcast, rows, state):  # type: ignore[no-untyped-def]
     reply = federation.method.client_update(
-        federation.task.for_clients(), broadcast, state, federation.shard(rows, *even)
+        federation.task.for_clients(), broadcast, state, federation.shard(rows, *shards)
     )
     return reply.update, reply.state, torch.as_tensor(reply.weight).float(), dict(reply.metrics)
 
@@ -122,6 +122,7 @@ def test_another_clients_data_do_not_reach_a_reply_or_a_model(name: str) -> None
             broadcast = training.broadcast(server, 0)
             rows, even = f.rows(data.train, EVERYONE, EVERYONE, 11)
             states = f.states(ENGINE, broadcast, EVERYONE)
-            replies = ENGINE.each(Program(_reply, f, (even,)), broadcast, (rows, states))
+            known = Known.of([len(data.train[client]) for client in EVERYONE], even, method.local)
+            replies = ENGINE.each(Program(_reply, f, (known,)), broadcast, (rows, states))
             found.append((tree.take(replies, slice(0, 3)), models(ENGINE, f, broadcast, EVERYONE, 0)[:3]))
     assert_same_bits(*found)

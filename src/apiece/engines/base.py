@@ -32,8 +32,8 @@ from apiece.store import Store
 from apiece.task import Task
 from apiece.tree import Tree
 
-WASTE = 1.5
-ROOM = 4.0
+WASTE = 1.5  # steps that are computed, in real ones, at the most
+ROOM = 2.0  # examples that are read, where steps are narrowed
 
 
 class Engine(ABC):
@@ -115,13 +115,13 @@ def cut(
     rounded: Callable[[int], int] = int,
     narrowed: Callable[[Sequence[int]], int] | None = None,
 ) -> list[list[int]]:
-    """Positions of clients in chunks whose padded work is at most WASTE times the real work.
+    """Positions of clients in chunks whose computed work is at most WASTE times the real work.
 
     Of all ways to cut clients sorted by their work, the cheapest: a chunk costs its longest client's work
     times its clients plus `overhead`, what it costs to compute anything at all, in clients. Both numbers
     count `rounded`, as they will be computed; instead of nobody, shorter clients are taken along. Where a
-    step is narrowed to those who have a batch for it, `narrowed` says what is computed of clients with so
-    much work each; the examples that are read are ROOM times the real ones at the most.
+    step is narrowed to those who have a batch for it, a chunk costs instead what `narrowed` says of clients
+    with so much work each; and the examples that it reads are ROOM times the real ones at the most.
     """
     steps = work(sizes, recipe)
     order = sorted(range(len(sizes)), key=lambda i: (-steps[i], i))
@@ -171,13 +171,13 @@ class Known(NamedTuple):
 
     even: bool  # no client of the chunk is padded
     most: tuple[int, ...] = ()  # of each client, no more than of the one before: examples at the most
+    batch: int = 1  # examples that are rounded up together
 
     @staticmethod
     def of(sizes: Sequence[int], even: bool, recipe: Recipe) -> Known:
-        """Of a chunk's clients, in their order."""
-        if even or not narrows(recipe):
-            return Known(even)
-        return Known(even, tuple(accumulate(reversed(sizes), max))[::-1])
+        """Of a chunk's clients, in their order, whose loops are the recipe's."""
+        most = () if even or not narrows(recipe) else tuple(accumulate(reversed(sizes), max))[::-1]
+        return Known(even, most, recipe.batch_size or 1)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,9 @@ class Federation:
         rows = Rows(whole[:, :width], *(whole[:, width + at] for at in range(3)))
         return rows, bool((sizes == index.shape[1]).all())
 
-    def shard(self, rows: Rows, even: bool, most: tuple[int, ...] = ()) -> Shard:
+    def shard(self, rows: Rows, known: Known | bool) -> Shard:
+        """known: of a client alone, whether it is not padded."""
+        even, most, _ = known if isinstance(known, Known) else Known(known)
         return Shard(self.data.x, self.data.y, rows, even, most)
 
     def newcomers(self, data: Clients, *purpose: str) -> Federation:
@@ -267,7 +269,7 @@ def _updated(
     """One client's reply as tensors, decoded and weighed."""
     method, task = federation.method, federation.task.for_clients()
     broadcast = broadcasts if which == () else _of(broadcasts, which)
-    reply = method.client_update(task, broadcast, state, federation.shard(rows, *shards[0]))
+    reply = method.client_update(task, broadcast, state, federation.shard(rows, shards[0]))
     weight: Any = reply.weight
     if not isinstance(weight, Tensor):
         weight = torch.full((), weight, device=task.device)

@@ -44,7 +44,11 @@ log = logging.getLogger("apiece")
 
 MOST_GRAPHS = 128  # in a lane
 LANES = 3
-STAIRS = (0, 1, 2, 4, 6)  # where they begin, in eighths of a chunk's clients
+SLOPES = (  # how many of the longest client's batches the clients of each eighth of a chunk may have
+    (1.0,) * 8,
+    *(tuple(1 - (1 - last) * eighth / 8 for eighth in range(8)) for last in (1 / 2, 1 / 4)),
+    *(tuple(last ** (eighth / 7) for eighth in range(8)) for last in (1 / 8, 1 / 50)),
+)
 LONG = 16  # steps from which on recording each of them takes longer than it saves
 
 
@@ -296,30 +300,34 @@ def vectorized(device: torch.device, limit: int) -> Vectorized:
 
 
 def stairs(most: Sequence[int], unit: int = 1) -> list[int]:
-    """Bounds of clients sorted by them, rounded up, nobody's among them: five numbers, of few values."""
+    """Bounds of clients sorted by them, rounded up, nobody's among them, along the nearest of the SLOPES.
+
+    So the first bound, the slope and the number of clients tell them all, and recordings serve many chunks.
+    """
     count = ceiling(len(most))
-    begins = [b for b in sorted({count * eighths // 8 for eighths in STAIRS}) if b < len(most)]
-    heights = [ceiling(math.ceil(most[begin] / unit)) * unit for begin in begins]
-    return [h for h, (a, b) in zip(heights, pairwise([*begins, count]), strict=True) for _ in range(a, b)]
+    edges = [count * eighth // 8 for eighth in range(9)]
+    lengths = [end - begin for begin, end in pairwise(edges)]
+    least = [math.ceil(most[begin] / unit) if begin < len(most) else 0 for begin in edges[:8]]
+    heights = ([math.ceil(ceiling(least[0]) * share) for share in slope] for slope in SLOPES)
+    above = [each for each in heights if all(h >= m for h, m in zip(each, least, strict=True))]
+    nearest = min(above, key=lambda each: sum(h * n for h, n in zip(each, lengths, strict=True)))
+    return [h * unit for h, n in zip(nearest, lengths, strict=True) for _ in range(n)]
 
 
 def _rounded(program: Program, clients: tuple[Tree, ...], count: int) -> tuple[Program, tuple[Tree, ...]]:
     """`count` clients, those that were not there all zeros; shards of a rounded number of batches."""
-    unit = program.federation.method.local.batch_size or 1
-    padding = program.federation.data.padding
+    padding, shards = program.federation.data.padding, iter(program.shards)
 
-    def wider(rows: Rows) -> Rows:
-        width = rows.place.shape[1]
+    def wider(rows: Rows, known: Known) -> tuple[Rows, Known]:
+        width, unit = rows.place.shape[1], known.batch
         batches = ceiling(math.ceil(width / unit)) * unit if width > unit else ceiling(width)
-        return rows._replace(place=F.pad(rows.place, (0, batches - width), value=padding))
+        wide = rows._replace(place=F.pad(rows.place, (0, batches - width), value=padding))
+        most = tuple(stairs(known.most, unit)) if known.most else ()
+        return wide, Known(known.even and batches == width, most, unit)
 
-    def known(one: Known) -> Known:
-        return Known(False, tuple(stairs(one.most, unit))) if one.most else one
-
-    wide = tuple(wider(part) if isinstance(part, Rows) else part for part in clients)
-    program = replace(program, shards=tuple(map(known, program.shards)))
-    if any(a.place.shape != b.place.shape for a, b in zip(clients, wide, strict=True) if isinstance(a, Rows)):
-        program = replace(program, shards=tuple(one._replace(even=False) for one in program.shards))
+    both = [wider(part, next(shards)) if isinstance(part, Rows) else (part, None) for part in clients]
+    wide = tuple(part for part, _ in both)
+    program = replace(program, shards=tuple(known for _, known in both if known is not None))
     more = count - tree.leaves(clients)[0].shape[0]
     if more == 0:
         return program, wide

@@ -117,7 +117,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, w: Tensor, g: Geometry) -> tuple[Tensor, int]:
-        return _batched(_Conv.apply, info.batch_size, dims, x, w, g)
+        return _batched(_Conv.apply, dims, x, w, g)
 
 
 class _ToInput(torch.autograd.Function):
@@ -142,7 +142,7 @@ class _ToInput(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, dy: Tensor, w: Tensor, g: Geometry) -> tuple[Tensor, int]:
-        return _batched(_ToInput.apply, info.batch_size, dims, dy, w, g)
+        return _batched(_ToInput.apply, dims, dy, w, g)
 
 
 class _ToWeight(torch.autograd.Function):
@@ -167,7 +167,7 @@ class _ToWeight(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, dy: Tensor, g: Geometry) -> tuple[Tensor, int]:
-        return _batched(_ToWeight.apply, info.batch_size, dims, x, dy, g)
+        return _batched(_ToWeight.apply, dims, x, dy, g)
 
 
 def _conv(x: Tensor, w: Tensor, g: Geometry) -> Tensor:
@@ -191,21 +191,27 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor[0].is_contiguous() else tensor.contiguous()
 
 
+def _owned(dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
+    """The tensors with clients along the first axis: the first few of them, in a narrowed step."""
+    pairs = list(zip(tensors, dims, strict=False))
+    size = min(tensor.shape[dim] for tensor, dim in pairs if dim is not None)
+    return [
+        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)[:size]
+        for tensor, dim in pairs
+    ]
+
+
 def _batched(
-    fn: Callable[..., Tensor], size: int, dims: tuple[int | None, ...], a: Tensor, b: Tensor, g: Geometry
+    fn: Callable[..., Tensor], dims: tuple[int | None, ...], a: Tensor, b: Tensor, g: Geometry
 ) -> tuple[Tensor, int]:
     """An axis of clients for both; where there was one already, the two become one."""
-
-    def own(tensor: Tensor, dim: int | None) -> Tensor:
-        return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-    a, b = own(a, dims[0]), own(b, dims[1])
+    a, b = _owned(dims, a, b)
     depth = max(a.dim(), b.dim())
     if depth == 5:
         return fn(a, b, g), 0
     inner = (a if a.dim() == depth else b).shape[1]
     a, b = (t if t.dim() == depth else t[:, None].expand(-1, inner, *t.shape[1:]) for t in (a, b))
-    return fn(a.flatten(0, 1), b.flatten(0, 1), g).unflatten(0, (size, inner)), 0
+    return fn(a.flatten(0, 1), b.flatten(0, 1), g).unflatten(0, (len(a), inner)), 0
 
 
 class _Affine(torch.autograd.Function):
@@ -234,13 +240,10 @@ class _Affine(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> tuple[Tensor, int]:
-        x, w, bias = (
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip((x, w, bias), dims, strict=False)
-        )
+        x, w, bias = _owned(dims, x, w, bias)
         if x.dim() == w.dim() == 5 and bias.dim() == 2:
             return _Affine.apply(x, w, bias, g), 0
-        product, _ = _batched(_Conv.apply, info.batch_size, (0, 0), x, w, g)
+        product, _ = _batched(_Conv.apply, (0, 0), x, w, g)
         while bias.dim() < product.dim() - 3:
             bias = bias[:, None]
         return product + bias[..., None, None, None, :], 0
@@ -310,10 +313,7 @@ class _Unpool(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, dy: Tensor, index: Tensor, shape: Size, size: int) -> tuple[Tensor, int]:
-        dy, index = (
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip((dy, index), dims, strict=False)
-        )
+        dy, index = _owned(dims, dy, index)
         flat = _Unpool.apply(dy.flatten(0, 1), index.flatten(0, 1), shape, size)
         return flat.unflatten(0, dy.shape[:2]), 0
 

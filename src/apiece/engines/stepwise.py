@@ -1,5 +1,5 @@
 """Long loops, of clients under `vmap` and of a server: a step is recorded once and replayed for the rest of
-its batches.
+its batches; once for each number of clients that it is narrowed to.
 
 A whole program of a thousand steps takes seconds to record, one step takes milliseconds. What else the step
 reads (anchors, memories, the broadcast) must lie where it lay when it was recorded: as it does within one
