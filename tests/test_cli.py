@@ -687,3 +687,21 @@ def test_what_has_no_value_is_null(tmp_path: Path, caplog: pytest.LogCaptureFixt
     rows = [row for row in table(tmp_path / "r" / "clients.csv") if row["metric"] == "accuracy"]
     assert [math.isnan(float(row["personalized"])) for row in rows] == [True, True, True, False]
     assert "2 have one training example, 3 have no test example: all are kept" in caplog.text
+
+
+def test_columns_in_units_of_their_own_and_stray_labels_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sodium is 139 or 141: mean 140, standard deviation 1; one row of forty says dead."""
+    rows = [
+        f"{'ab'[i % 2]},{'dead' if i == 39 else 'ny'[i // 2 % 2]},{0.1 * (i % 3)},{139 + 2 * (i % 4 // 2)}"
+        for i in range(40)
+    ]
+    file = tmp_path / "units.csv"
+    file.write_text("\n".join(["client,label,share,sodium", *rows]))
+    options = ("--rounds", "1", "--cohort", "2", "--unseen", "0", "--engine", "sequential", "--threads", "1")
+    outcome = apiece("run", "--data", str(file), *options, "--test", "0.1", "--out", str(tmp_path / "r"))
+    assert outcome.code == 0, outcome.err
+    assert "columns far from 0, on which models train badly: sodium (mean 140" in (caplog.text)
+    assert "share" not in caplog.text
+    assert "classes with less than two training examples: dead: are they labels?" in caplog.text

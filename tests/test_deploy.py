@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from apiece import deploy, session
+from apiece import ApieceError, deploy, load, session
 from tests.command import apiece, interrupted, table
 
 
@@ -181,12 +181,43 @@ def test_a_newcomer_may_name_labels_as_the_run_does(named: Path, tmp_path: Path)
     assert outcome.json["loss_personalized"] < outcome.json["loss_initial"]
 
 
+def test_columns_of_a_newcomer_are_found_by_their_names(named: Path, tmp_path: Path) -> None:
+    """In another order, beside the clients' names: the same model."""
+    (tmp_path / "eve.csv").write_text("a,b,label\n0.1,0.9,y\n0.3,0.4,n\n")
+    (tmp_path / "adam.csv").write_text("b,who,label,a\n0.9,adam,y,0.1\n0.4,adam,n,0.3\n")
+    found = [deploy.personalize(named, tmp_path / f"{who}.csv", tmp_path / who) for who in ("eve", "adam")]
+    assert found[0]._replace(client="adam") == found[1]
+    eve, adam = (load_file(tmp_path / who) for who in ("eve", "adam"))
+    assert all(torch.equal(value, adam[name]) for name, value in eve.items())
+
+
+def test_a_written_model_can_be_used(named: Path, tmp_path: Path) -> None:
+    """Logistic regression by hand: x wᵀ + b of what was written."""
+    (tmp_path / "eve.csv").write_text("a,b,label\n0.1,0.9,y\n0.3,0.4,n\n")
+    deploy.personalize(named, tmp_path / "eve.csv", tmp_path / "m.safetensors")
+    model, raw = load(tmp_path / "m.safetensors"), load_file(tmp_path / "m.safetensors")
+    x = np.array([[0.1, 0.9], [0.5, 0.5]], dtype=np.float32)
+    expected = torch.from_numpy(x) @ raw["head.weight"].T + raw["head.bias"]
+    torch.testing.assert_close(model(x), expected)
+    assert model.label_names == ("n", "y")
+
+
+def test_what_is_no_written_model(named: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("none")
+    for path in (tmp_path / "text", tmp_path / "absent", named / "model" / "initial.safetensors"):
+        with pytest.raises(ApieceError, match=r"cannot read a model|does not say which model"):
+            load(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a,b,label\n0.1,0.2,maybe\n", "labels out of range: 'maybe' in row 0 (from 0); known: n, y"),
-        ("a,label\n0.1,y\n", "the newcomer's examples have shape (1,), the run's have (2,)"),
-        ("who,a,b,label\n7,0.1,0.1,y\n", "give the same features, and no client column"),
+        (
+            "a,label\n0.1,y\n",
+            "the newcomer's feature columns are a, the run's are a, b: give the same features",
+        ),
+        ("c,a,b,label\n7,0.1,0.1,y\n", "feature columns are c, a, b, the run's are a, b"),
         ("a,b\n0.1,0.1\n", "no 'label': the file has a, b"),
         ("a,b,label\n", "there are no examples"),
         ("a,b,label\n0.1,inf,y\n", "line 2, column 'b': 'inf' is not a finite number"),

@@ -38,6 +38,14 @@ def test_the_worst_tenth_is_rounded_up() -> None:
     assert group.harmed == 0.0
 
 
+def test_where_lower_scores_are_better() -> None:
+    """Losses: the worst tenth of ten is the highest; who ends higher is harmed."""
+    initial, personalized = np.arange(10.0), np.arange(10.0) - np.array([1.0] * 9 + [-2.0])
+    group = summarize(Pair(initial, personalized), np.ones(10, dtype=bool), np.ones(10, dtype=np.int64), True)
+    assert group is not None
+    assert (group.initial_worst10, group.personalized_worst10, group.harmed) == (9.0, 11.0, 0.1)
+
+
 def test_nobody_chosen_and_nobody_scored() -> None:
     pair = Pair(np.array([NAN]), np.array([NAN]))
     assert summarize(pair, np.array([False]), np.array([0])) is None

@@ -385,7 +385,11 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     shown = apiece("reproduce", "toy-table", "--only", "first/iid", "--seeds", "0", "--device", "cpu")
     assert shown.code == 0, shown.err
     assert "(50.00)" in shown.out
-    assert "not run" in shown.out
+    assert "not run" not in shown.out, "what was not asked for is not shown"
+    assert "nothing to run" not in shown.err
+    again = apiece("reproduce", "toy-table", "--only", "first/iid", "--seeds", "0", "--device", "cpu")
+    assert again.out == shown.out
+    assert "nothing to run: all of it is in results/toy-table.jsonl" in again.err
     assert "1 of 4 run" in apiece("reproduce", "list").out
     (tmp_path / "docs").mkdir()
     assert apiece("reproduce", "page").code == 0

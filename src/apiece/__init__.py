@@ -2,6 +2,7 @@
 
 from apiece.check import check_method
 from apiece.data.own import from_arrays
+from apiece.deploy import load
 from apiece.errors import ApieceError
 from apiece.experiment import Experiment
 from apiece.local import grad, loop, sgd
@@ -36,6 +37,7 @@ __all__ = [
     "check_method",
     "from_arrays",
     "grad",
+    "load",
     "loop",
     "resume",
     "run",

@@ -6,9 +6,12 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from apiece import checkpoint, tree
 from apiece import data as datasets
@@ -18,8 +21,11 @@ from apiece.engines.base import Federation
 from apiece.errors import ApieceError
 from apiece.evaluate import models
 from apiece.method import Server
+from apiece.models import build
+from apiece.params import Params
 from apiece.prepare import Session
 from apiece.session import reopen
+from apiece.task import Task
 
 
 class Deployed(NamedTuple):
@@ -32,6 +38,32 @@ class Deployed(NamedTuple):
     loss_personalized: float
 
 
+class Exported(NamedTuple):
+    """A model that was written, to be used: called with examples, it gives a score per class of each."""
+
+    task: Task
+    params: Params
+    label_names: tuple[str, ...]  # of the scores, in their order
+
+    def __call__(self, x: Any) -> Tensor:
+        with torch.no_grad():
+            return self.task.predict(self.params, torch.as_tensor(x))
+
+
+def load(path: str | Path) -> Exported:
+    """What `apiece export` or `apiece personalize` wrote."""
+    try:
+        with safe_open(path, "pt") as file:
+            facts = file.metadata() or {}
+            params = Params({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ApieceError(f"cannot read a model from {path}: {error}") from error
+    if "model" not in facts:
+        raise ApieceError(f"{path} does not say which model it is: only exported ones do (apiece export)")
+    shape, names = json.loads(facts["input_shape"]), json.loads(facts["label_names"])
+    return Exported(build(facts["model"], shape, int(facts["classes"])), params, tuple(names))
+
+
 def export(folder: Path, client: str, output: Path) -> Deployed:
     """Write the personalized model of one of the run's clients, named by id or by name."""
     session, server, round = latest(folder)
@@ -42,9 +74,11 @@ def personalize(folder: Path, path: Path, output: Path) -> Deployed:
     """Write a model personalized on the data of a client that was not part of the run."""
     session, server, round = latest(folder)
     data = session.federation.data
-    column = session.experiment.label_column
-    examples = datasets.from_path(path, client_column=None, label_column=column, label_names=data.label_names)
-    _same_shape(examples, data)
+    described = session.experiment
+    examples = datasets.from_path(
+        path, described.client_column, described.label_column, data.label_names, alone=True
+    )
+    examples = _fitted(examples, data)
     rows = np.arange(len(examples.y))
     alone = federate(examples, [rows], [path.stem], key=0, test=0.0, unseen=0.0).to(session.engine.device)
     return _write(session, session.federation.newcomers(alone, "newcomer"), server, round, 0, output)
@@ -82,13 +116,24 @@ def _find(data: Clients, client: str) -> int:
     raise ApieceError(f"no client {client!r}: ids are 0 to {data.population - 1}, names are {some}")
 
 
-def _same_shape(examples: Examples, data: Clients) -> None:
+def _fitted(examples: Examples, data: Clients) -> Examples:
+    """With the run's features in the run's order; by their names, where both have names."""
+    theirs, ours = examples.features, data.features
+    if theirs and ours and sorted(theirs) != sorted(ours):
+        raise ApieceError(
+            f"the newcomer's feature columns are {', '.join(theirs)}, the run's are {', '.join(ours)}: "
+            f"give the same features"
+        )
+    if theirs and ours:
+        order = [theirs.index(name) for name in ours]
+        return replace(examples, x=examples.x[:, order], features=ours)
     shape = tuple(examples.x.shape[1:])
     if shape != data.input_shape:
         raise ApieceError(
             f"the newcomer's examples have shape {shape}, the run's have {data.input_shape}: "
-            f"give the same features, and no client column"
+            f"give the same features"
         )
+    return examples
 
 
 def _write(

@@ -205,8 +205,13 @@ def _each_client(
     yield from zip(chunks, engine.answers(map(call, chunks, arenas)), strict=True)
 
 
-def summarize(pair: Pair, chosen: NDArray[np.bool_], n_test: NDArray[np.int64]) -> Group | None:
-    """Figures over the `chosen` clients that could be scored; None if there are no such clients at all."""
+def summarize(
+    pair: Pair, chosen: NDArray[np.bool_], n_test: NDArray[np.int64], lower: bool = False
+) -> Group | None:
+    """Figures over the `chosen` clients that could be scored; None if there are no such clients at all.
+
+    lower: the lower a score, the better.
+    """
     if not chosen.any():
         return None
     initial, personalized, weight = pair.initial[chosen], pair.personalized[chosen], n_test[chosen]
@@ -223,12 +228,13 @@ def summarize(pair: Pair, chosen: NDArray[np.bool_], n_test: NDArray[np.int64]) 
         float(np.average(personalized, weights=weight)),
         float(initial.std()),
         float(personalized.std()),
-        _worst(initial),
-        _worst(personalized),
-        float((personalized < initial).mean()),
+        _worst(initial, lower),
+        _worst(personalized, lower),
+        float((personalized > initial if lower else personalized < initial).mean()),
     )
 
 
-def _worst(scores: Floats) -> float:
+def _worst(scores: Floats, lower: bool) -> float:
     """Mean of the worst tenth of the clients, at least one."""
-    return float(np.sort(scores)[: max(1, math.ceil(len(scores) / 10))].mean())
+    worst_first = np.sort(scores)[::-1] if lower else np.sort(scores)
+    return float(worst_first[: max(1, math.ceil(len(scores) / 10))].mean())

@@ -41,6 +41,7 @@ from apiece.wrappers.stages import Staged
 log = logging.getLogger("apiece")
 
 WITNESSES = 8  # clients whose examples stand for all where those are made when asked for
+FAR = 10.0  # from 0: features that train badly
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def prepare(
     cluster = _cluster(experiment, data) if remote and choice is None else None
     computing = torch.device(choice.device) if choice else cluster.device if cluster else device
     if dealt is None:
-        _tell_small_clients(data)
+        _tell_oddities(data)
         _tell_idle_stage(method, experiment.rounds)
     task = models.build(experiment.model, data.input_shape, data.classes, device)
     if computing.type == "cuda" and experiment.precision == "bf16":
@@ -369,6 +370,12 @@ def _tell_idle_stage(method: Method, rounds: int) -> None:
         )
 
 
+def _tell_oddities(data: Clients) -> None:
+    _tell_small_clients(data)
+    if data.features and isinstance(data, Federated):
+        _tell_odd_columns(data)
+
+
 def _tell_small_clients(data: Clients) -> None:
     empty = single = unscored = 0
     for train, test in map(data.sizes, data.blocks()):
@@ -382,3 +389,27 @@ def _tell_small_clients(data: Clients) -> None:
             data.population,
             told,
         )
+
+
+def _tell_odd_columns(data: Federated) -> None:
+    """What trains badly unseen: columns in units of their own, classes that are a slip of the pen."""
+    rows = torch.from_numpy(data.train.rows)
+    x, y = data.x[rows].double(), data.y[rows]
+    mean, std = x.mean(0), x.std(0)
+    far = torch.maximum(mean.abs(), std) > FAR
+    if far.any():
+        columns = [
+            f"{name} (mean {m:.4g}, standard deviation {s:.3g})"
+            for name, m, s, odd in zip(data.features, mean, std, far, strict=True)
+            if odd
+        ]
+        more = ", …" if len(columns) > 3 else ""
+        log.warning(
+            "columns far from 0, on which models train badly: %s%s: standardize them before (docs/data.md)",
+            ", ".join(columns[:3]),
+            more,
+        )
+    counts = torch.bincount(y, minlength=data.classes).tolist()
+    rare = [name for name, count in zip(data.label_names, counts, strict=True) if count < 2]
+    if rare:
+        log.warning("classes with less than two training examples: %s: are they labels?", ", ".join(rare[:5]))

@@ -188,10 +188,13 @@ def _figures(scored: Scored) -> dict[str, Any]:
     def figures(groups: Groups) -> dict[str, Any]:
         return {name: group._asdict() if group else None for name, group in groups.items()}
 
-    pairs = scored.pairs.items()
+    measures = {
+        name: figures(summaries(pair, scored.data, scored.ids, lower=name == "loss"))
+        for name, pair in scored.pairs.items()
+    }
     return {
         **figures(scored.groups),
-        "measures": {name: figures(summaries(pair, scored.data, scored.ids)) for name, pair in pairs},
+        "measures": measures,
         "pooled": {
             group: {name: total._asdict() for name, total in totals.items()}
             for group, totals in scored.pooled.items()
@@ -199,10 +202,11 @@ def _figures(scored: Scored) -> dict[str, Any]:
     }
 
 
-def summaries(pair: Pair, data: Clients, ids: Ints) -> Groups:
-    """Figures of the seen and of the unseen clients."""
+def summaries(pair: Pair, data: Clients, ids: Ints, lower: bool = False) -> Groups:
+    """Figures of the seen and of the unseen clients; `lower` scores are better ones, or higher."""
     seen, n_test = data.seen[ids], data.sizes(ids)[1]
-    return dict(zip(GROUPS, (summarize(pair, some, n_test) for some in (seen, ~seen)), strict=True))
+    groups = (summarize(pair, some, n_test, lower) for some in (seen, ~seen))
+    return dict(zip(GROUPS, groups, strict=True))
 
 
 def _client_rows(scored: Scored) -> list[tuple[Any, ...]]:

@@ -77,13 +77,15 @@ def reproduce(
         _refuse(failed)
         return
     missing = work.missing(only or [], [] if seeds is None else parse_seeds(seeds))
+    if not missing:
+        typer.echo(f"nothing to run: all of it is in {place}; to run it again: --results DIR", err=True)
     if spread:
         runs = sum(map(len, missing.values()))
         with terminal.bar(table, runs, json, place.parent, "the same command", place.name) as tick:
             for done in papers.train_spread(work, missing, address):
                 tick(done, None)
     failed = _reproduced(work, missing, jobs, json)
-    terminal.show_reproduced(known[table], scale, place, json)
+    terminal.show_reproduced(known[table], scale, place, only or [], json)
     _refuse(failed)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
@@ -282,9 +282,16 @@ def show_tables(tables: Mapping[str, reproducing.Table], results: Path, as_json:
     show_rows(rows, as_json)
 
 
-def show_reproduced(table: reproducing.Table, scale: str, place: Path, as_json: bool) -> None:
-    """Ours beside the paper's, cell by cell; at smoke scale only that all cells ran."""
-    entries = [entry for entry in ledger.read(place) if entry.scale == scale]
+def show_reproduced(
+    table: reproducing.Table, scale: str, place: Path, only: Sequence[str], as_json: bool
+) -> None:
+    """Ours beside the paper's, of the chosen cells; at smoke scale only that all cells ran."""
+    chosen = set(table.chosen(only))
+    entries = [
+        entry
+        for entry in ledger.read(place)
+        if entry.scale == scale and (scale == "smoke" or (entry.row, entry.column) in chosen)
+    ]
     if as_json:
         typer.echo(json_text([entry._asdict() for entry in entries]), nl=False)
         return
@@ -298,10 +305,12 @@ def show_reproduced(table: reproducing.Table, scale: str, place: Path, as_json: 
     for head in ("", "", *table.figures):
         grid.add_column(head, overflow="fold", justify="left" if not head else "right")
     for line in results_page.lines(table, entries):
+        if line.place not in chosen:
+            continue
         cells = [f"{f.ours} ({f.paper})" if f.paper else f.ours for f in line.figures]
         grid.add_row(escape(line.place[1]), escape(line.place[0]), *cells)
     out.print(grid)
-    for name, figure in results_page.gains(table, entries):
+    for name, figure in results_page.gains(table, entries) if not only else ():
         typer.echo(f"{name}: {figure.ours} (paper {figure.paper})")
     typer.echo(f"ledger: {place}")
 

@@ -34,6 +34,7 @@ class Examples:
     client: NDArray[Any] | None = None  # the natural client of each row
     client_names: tuple[str, ...] | None = None  # given where some have no row
     test: NDArray[np.bool_] | None = None  # the data's own test examples, where it has any
+    features: tuple[str, ...] = ()  # names of the columns of x, where it has any
 
     def only(self, rows: NDArray[np.bool_]) -> Examples:
         """Some of the rows; classes and clients stay."""
@@ -85,6 +86,7 @@ class Clients(ABC):
     names: Sequence[str]  # the clients', by id
     seen: NDArray[np.bool_]  # False: never sampled, only scored
     partition: str  # how it was dealt out
+    features: tuple[str, ...] = ()  # names of the columns of x, where it has any
     # What is missing for who needs all examples, and what to do.
     lack: ClassVar[str] = (
         "in memory, and these are made when they are asked for: use data that is resident (docs/data.md)"
@@ -157,6 +159,7 @@ class Federated(Clients):
     proxy: Ints  # rows of the server's own, taken out of the seen clients' training rows
     partition: str = ""
     lasting: bool = True  # False: the arrays were made for one cohort and are gone after it
+    features: tuple[str, ...] = ()
 
     def take(self, ids: Sequence[int]) -> Federated:
         """The arrays stay as they are."""
@@ -281,6 +284,7 @@ def federate(
         test=Ragged.of(test_parts),
         seen=seen,
         proxy=np.sort(taken),
+        features=examples.features,
     )
 
 

@@ -56,17 +56,21 @@ def from_path(
     client_column: str | None = "client",
     label_column: str = "label",
     label_names: Sequence[str] | None = None,
+    alone: bool = False,
 ) -> Examples:
     """The examples in a file or folder.
 
-    client_column None: the file is one client's. label_names: those of a run the data must fit, in its order.
+    alone: the file is one client's; it may have a client column, which is no feature. client_column None: it
+    has none. label_names: those of a run the data must fit, in its order.
     """
     path = Path(path)
     if not path.exists():
         raise ApieceError(f"no such file or folder: {path}")
     paths = _files(path) if path.is_dir() else [path]
     columns = _Columns(
-        client_column, label_column, needs_client=not path.is_dir() and client_column is not None
+        client_column,
+        label_column,
+        needs_client=not path.is_dir() and client_column is not None and not alone,
     )
     tables = [_read(file, columns) for file in paths]
     _agree(paths, tables)
@@ -79,10 +83,12 @@ def from_path(
         with _about(file):
             labels.append(_encode(table.y, names))
     x, y = np.concatenate([table.x for table in tables]), np.concatenate(labels)
+    features = next((table.features for table in tables if table.features), ())
     if columns.needs_client:
-        return Examples(x, y, len(names), names, tables[0].client)
+        return Examples(x, y, len(names), names, tables[0].client, features=features)
     stems = tuple(file.stem for file in paths)
-    return Examples(x, y, len(names), names, np.repeat(stems, [len(table.x) for table in tables]), stems)
+    client = np.repeat(stems, [len(table.x) for table in tables])
+    return Examples(x, y, len(names), names, client, stems, features=features)
 
 
 class _Columns(NamedTuple):
