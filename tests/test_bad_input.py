@@ -40,6 +40,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "message"),
     [
         ("--method fedavgg", "unknown method 'fedavgg': did you mean 'fedavg'? known: "),
+        ("--method mine.py", "method 'mine.py' is a file: say which class of it, mine.py:MyMethod"),
+        ("--method elastic(fedavg", "method 'elastic(fedavg': parentheses are opened or closed too often"),
         ("--data digit", "unknown dataset 'digit': did you mean 'digits'? known: "),
         ("--data nowhere.csv", "no such file or folder: nowhere.csv"),
         ("--model mpl", "unknown model 'mpl': did you mean 'mlp'? known: "),

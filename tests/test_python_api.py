@@ -30,6 +30,8 @@ def test_the_readmes_lines(tmp_path: Path) -> None:
     result = apiece.run(apiece.Experiment(method="fedavg", **SMALL), out=tmp_path / "runs" / "first")  # type: ignore[arg-type]
     score = result.summary["unseen"]["personalized"]
     model = result.model(client=7)
+    with pytest.raises(apiece.ApieceError, match="no client 99: ids are 0 to 7"):
+        result.model(client=99)
 
     assert 0.0 <= score <= 1.0
     assert strict((tmp_path / "runs" / "first" / "summary.json").read_text()) == result.summary

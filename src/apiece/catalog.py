@@ -38,6 +38,8 @@ def lookup(name: str) -> type[Method]:
     if name in VARIANTS:
         name = VARIANTS[name].method
     known = METHODS | WRAPPERS
+    if name.endswith(".py"):
+        raise ApieceError(f"method {name!r} is a file: say which class of it, {name}:MyMethod")
     if name not in known and ":" not in name:
         raise unknown("method", name, known | VARIANTS)
     cls = import_object(known.get(name, name), "method")
@@ -101,6 +103,8 @@ def expressions(text: str) -> list[str]:
 def _split(expression: str) -> tuple[str, list[str]]:
     """`elastic(fedavg)` → (elastic, [fedavg]); `fedavg` → (fedavg, [])."""
     expression = expression.strip()
+    if expression.count("(") != expression.count(")"):
+        raise ApieceError(f"method {expression!r}: parentheses are opened or closed too often")
     name, opened, rest = expression.partition("(")
     if expression.endswith(")") and opened:
         return name.strip(), [inner for inner in expressions(rest[:-1]) if inner]

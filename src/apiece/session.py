@@ -49,6 +49,8 @@ class Result(NamedTuple):
     def model(self, client: int) -> Params:
         """The personalized model of one client."""
         s = self.session
+        if not 0 <= client < s.federation.data.population:
+            raise ApieceError(f"no client {client}: ids are 0 to {s.federation.data.population - 1}")
         broadcast = s.training.broadcast(self.server, s.experiment.rounds)
         return client_models(s.engine, s.federation, broadcast, [client], s.experiment.rounds)[0][1]
 

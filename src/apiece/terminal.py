@@ -55,6 +55,11 @@ COLUMNS = (
 )
 
 
+def without_folders(method: str) -> str:
+    """Of a method in a file of one's own the file's name is enough."""
+    return re.sub(r"[^\s()]*/", "", method) if ".py:" in method else method
+
+
 @contextmanager
 def bar(
     title: str, rounds: int, quiet: bool, folder: Path, again: str, sign: str = "experiment.toml"
@@ -68,7 +73,7 @@ def bar(
         TextColumn("{task.fields[scores]}"),
     )
     bar = Progress(*columns, console=err, disable=quiet)
-    job = bar.add_task(title, total=rounds, scores="")
+    job = bar.add_task(without_folders(title), total=rounds, scores="")
     scores = ""
 
     def tick(done: int, groups: Groups | None) -> None:
@@ -132,8 +137,7 @@ def show_runs(folders: list[Path], place: Path, as_json: bool) -> None:
     rows = results.table(runs)
     several = len(runs) > len(rows)
     title = f"{results.metric(runs)} in %" + (", mean ± std over seeds" if several else "")
-    # Of a method in a file of one's own the file's name is enough.
-    labels = [re.sub(r"[^\s()]*/", "", row.label) for row in rows]
+    labels = [without_folders(row.label) for row in rows]
     columns = {(c.group.split()[0], c.name): c for c in results.columns(rows)}
     shown = [columns[name] for name in COLUMNS if name in columns]
     table = _table(title, labels, shown)

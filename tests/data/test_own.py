@@ -191,7 +191,7 @@ def test_bad_csv_is_explained(tmp_path, text, message):
 
 def test_csv_of_another_encoding_is_explained(tmp_path):
     (tmp_path / "a.csv").write_bytes("client,f,label\nJosé,1,0\n".encode("latin-1"))
-    with pytest.raises(ApieceError, match=r"a\.csv: cannot be read: 'utf-8' codec"):
+    with pytest.raises(ApieceError, match=r"a\.csv: is not text in UTF-8: save it as that"):
         from_path(tmp_path / "a.csv")
 
 

@@ -191,7 +191,9 @@ def _csv(path: Path, columns: _Columns) -> _Table:
                 if row:
                     rows.append([cell.strip() for cell in row])
                     lines.append(reader.line_num)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise ApieceError("is not text in UTF-8: save it as that") from None
+    except (OSError, csv.Error) as error:
         raise ApieceError(f"cannot be read: {error}") from None
 
     def refuse(row: int, name: str, problem: str) -> ApieceError:
@@ -208,7 +210,12 @@ def _csv(path: Path, columns: _Columns) -> _Table:
     bad = np.argwhere(~np.isfinite(x))
     if len(bad):
         row, feature = bad[0]
-        raise refuse(row, features[feature], f"{rows[row][places[feature]]!r} is not a finite number")
+        raise refuse(
+            row,
+            features[feature],
+            f"{rows[row][places[feature]]!r} is not a finite number: write words as numbers, fill gaps, "
+            f"or leave the column out",
+        )
     ids = keys(columns.client) if columns.client in names else None
     return _Table(x, keys(columns.label), ids, features)
 
