@@ -264,6 +264,31 @@ class HiddenState(Averaging):
         return Reply((w - broadcast.params) * (1.0 / len(self.calls)), weight=data.size)
 
 
+@dataclass(frozen=True)
+class BranchesOnATensor(Averaging):
+    """A Python `if` on what differs by client."""
+
+    local: Recipe = Recipe()
+    personal: Recipe = Recipe()
+
+    def client_update(self, task: Task, broadcast: Model, client: Any, data: Shard) -> Reply:
+        update = sgd(task.objective, broadcast.params, data, self.local) - broadcast.params
+        if update.sqnorm() > 1.0:
+            update = 0.5 * update
+        return Reply(update, weight=data.size)
+
+
+@dataclass(frozen=True)
+class RepliesWithParams(Averaging):
+    """Hands back the update alone."""
+
+    local: Recipe = Recipe()
+    personal: Recipe = Recipe()
+
+    def client_update(self, task: Task, broadcast: Model, client: Any, data: Shard) -> Any:
+        return sgd(task.objective, broadcast.params, data, self.local) - broadcast.params
+
+
 class Elsewhere(nn.Linear):
     """Does something else in every process but the one it was made in."""
 

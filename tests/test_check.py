@@ -1,9 +1,13 @@
+import sys
+from pathlib import Path
+
 import pytest
 
-from apiece import Method, check_method
-from apiece.check import NonConformingError, examine
+from apiece import Method, catalog, check_method
+from apiece.check import Finding, NonConformingError, examine
 from apiece.methods.fedavg import FedAvg
 from tests import broken
+from tests.command import SIZES, apiece
 
 BROKEN = [
     (broken.HandWrittenLoop(), "engines agree"),
@@ -19,6 +23,8 @@ BROKEN = [
     (broken.DroppedReplyWeight(FedAvg()), "wrappers keep the inner reply"),
     (broken.ForgetsInnerState(FedAvg()), "wrappers keep the inner reply"),
     (broken.HiddenState(), "deterministic"),
+    (broken.BranchesOnATensor(), "runs"),
+    (broken.RepliesWithParams(), "runs"),
 ]
 
 
@@ -44,3 +50,107 @@ def test_a_client_that_reads_the_proxy_is_told_so() -> None:
 def test_a_faulty_wrapper_breaks_only_its_own_rule(method: Method) -> None:
     """The inner method is sound: whatever else fails would be a false alarm."""
     assert [f.rule for f in examine(method) if not f.ok] == ["wrappers keep the inner reply"]
+
+
+# What a newcomer gets wrong first; the mistakes stand in lines 14 and 15 of the file
+
+FILE = """from dataclasses import dataclass
+from apiece import Method, Model, Recipe, Reply, loop, sgd
+
+
+@dataclass(frozen=True)
+class W(Method):
+    local: Recipe = Recipe()
+    personal: Recipe = Recipe()
+
+    def init(self, task, params, key):
+        return Model(params)
+
+    def client_update(self, task, broadcast, client, data):
+        {first}
+        {second}
+
+    def broadcast(self, server, round):
+        return server
+
+    def server_update(self, task, server, update, round):
+        return Model(server.params + update)
+
+    def personalize(self, task, broadcast, client, data):
+        {personal}
+"""
+TRAINED = "w = sgd(task.objective, broadcast.params, data, self.local)"
+SENT = "return Reply(w - broadcast.params, weight=data.size)"
+BY_VALUE = (
+    "method {}: a Python `if`, float() or .item() on a tensor: it differs by client; "
+    "use tree.where, or keep it a tensor (my_method.py:{} in client_update)"
+)
+NO_REPLY = "method W: client_update must return a Reply, not {}"
+MISTAKES = {
+    "if": (TRAINED, f"if w.sqnorm() > 1.0: w = 0.5 * w; {SENT}", BY_VALUE.format("W", 15)),
+    "item": ("n = data.size.item()", "return Reply(broadcast.params, weight=n)", BY_VALUE.format("W", 14)),
+    "float": (TRAINED, SENT.replace("data.size", "float(data.size)"), BY_VALUE.format("W", 15)),
+    "params": (TRAINED, "return w - broadcast.params", NO_REPLY.format("Params")),
+    "tuple": (TRAINED, "return w, data.size", NO_REPLY.format("tuple")),
+    "nothing": (TRAINED, "", NO_REPLY.format("None")),
+}
+RECIPE = "w = loop(lambda w, b: w, broadcast.params, data.batches(self.local))"
+NOT_A_NUMBER = (
+    "TypeError: '<' not supported between instances of 'int' and 'Recipe' (my_method.py:14 in client_update; "
+    "while the shape of W's reply was worked out on fake tensors)"
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path / "my_method.py"
+
+
+def written(path: Path, first: str, second: str, personal: str = "return broadcast.params") -> str:
+    path.write_text(FILE.format(first=first, second=second, personal=personal))
+    return f"{path}:W"
+
+
+def refused(expression: str) -> list[Finding]:
+    return [finding for finding in examine(catalog.build(expression, {})) if not finding.ok]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_common_mistake_is_told_once_with_its_remedy(mistake: str, file: Path) -> None:
+    first, second, told = MISTAKES[mistake]
+    assert refused(written(file, first, second)) == [("runs", False, told)]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_run_tells_a_common_mistake_without_a_traceback(mistake: str, file: Path) -> None:
+    first, second, told = MISTAKES[mistake]
+    method = written(file, first, second)
+    outcome = apiece("run", *SIZES, "--rounds", "1", "--method", method, "--out", str(file.parent / "run"))
+    assert outcome == (2, "", f"error: {told}\n")
+
+
+def test_an_error_in_a_method_is_told_once_with_its_line(file: Path) -> None:
+    """`data.batches` is a generator: it raises below `loop`, whose line is the method's deepest."""
+    assert refused(written(file, RECIPE, SENT)) == [("runs", False, NOT_A_NUMBER)]
+
+
+def test_a_state_rule_that_cannot_be_examined_is_left_out_if_the_method_does_not_run(file: Path) -> None:
+    expression = written(file, "raise KeyError('a')", "")
+    note = "while the shape of W's reply was worked out on fake tensors"
+    assert examine(catalog.build(expression, {})) == [
+        ("runs", False, f"KeyError: 'a' (my_method.py:14 in client_update; {note})")
+    ]
+
+
+def test_the_line_is_told_whichever_rule_meets_the_error(file: Path) -> None:
+    """`if` in personalize fails under the vectorized engine alone: line 24 of the file."""
+    found = refused(written(file, TRAINED, SENT, "return broadcast.params * (2 if data.size > 3 else 1)"))
+    assert [finding.rule for finding in found] == ["engines agree"]
+    assert "(my_method.py:24 in personalize; in personalize of W, clients [" in found[0].detail
+
+
+def test_in_a_wrapper_the_line_is_the_inner_methods(file: Path) -> None:
+    first, second, _ = MISTAKES["if"]
+    told = BY_VALUE.format("Elastic", 15)
+    assert refused(f"elastic({written(file, first, second)})") == [("runs", False, told)]

@@ -18,6 +18,7 @@ from apiece import cli, experiment, session, terminal
 from apiece.check import Finding
 from apiece.data import DATASETS
 from apiece.experiment import Experiment
+from apiece.reproduce import tables
 from apiece.settings import parse_seeds
 from tests.command import SIZES, SMALL, apiece, interrupted, strict, table
 
@@ -567,13 +568,22 @@ def test_lists() -> None:
     assert "file.py:factory" in apiece("models").out
 
 
-def test_a_narrow_terminal_shows_names_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal.out, "_width", 80)
-    narrow = apiece("methods").out
-    assert "personalized_fedavg " in narrow
-    assert "Left out, for the terminal is narrow: kind, paper, up, down, keeps." in narrow
-    monkeypatch.setattr(terminal.out, "_width", 200)
-    assert "McMahan et al. 2017" in apiece("methods").out
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [(60, "kind, paper, up, down, keeps"), (80, "paper, up, down, keeps"), (120, "keeps"), (160, "")],
+)
+def test_a_narrow_terminal_shows_names_whole(
+    width: int, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column is shown with all its words or not at all; of the names none is ever missing."""
+    monkeypatch.setattr(terminal.out, "_width", width)
+    shown = apiece("methods").out
+    assert {row["name"] for row in apiece("methods", "--json").json} <= set(shown.replace("(…)", "").split())
+    assert (" personalized " in shown) == ("kind" not in left_out)
+    assert ("McMahan et al. 2017" in shown) == ("paper" not in left_out)
+    assert ("Left out, for the terminal is narrow: " in shown) == bool(left_out)
+    assert left_out in " ".join(shown.split())
+    assert set(tables(Path("experiments"))) <= set(apiece("reproduce", "list").out.split())
 
 
 def test_a_wrapper_around_something_shows_the_settings_of_both() -> None:

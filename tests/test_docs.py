@@ -14,20 +14,26 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import apiece
 from apiece import (
     Experiment,
     Method,
+    Model,
+    Params,
     Recipe,
+    Reply,
     Shard,
+    Task,
     catalog,
     check,
     cli,
@@ -40,6 +46,7 @@ from apiece.engines.base import Engine
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.methods.fedavg import FedAvg
+from tests.broken import Averaging
 from tests.worlds import CPU, federation, linear_net, servers
 
 ROOT = Path(__file__).parents[1]
@@ -183,11 +190,11 @@ def test_fedprox_without_its_term_is_fedavg(fedprox: type[Method], engine: Engin
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
-def test_fedprox_equals_a_plain_loop(fedprox: type[Method], engine: Engine) -> None:
-    """Each local step moves by the gradient of the loss plus μ (w − w_t), the server to the weighted mean."""
-    mu = 0.7
-    training, server = federation(fedprox(mu=mu, local=RECIPE), engine, SIZES, 3, linear_net)  # type: ignore[call-arg]
+def equals_plain_rounds(
+    method: Method, engine: Engine, train: Callable[[nn.Module, list[Tensor], Tensor, Tensor], None]
+) -> None:
+    """Three rounds: the server has the mean of what clients `train` by hand, weighted by examples."""
+    training, server = federation(method, engine, SIZES, 3, linear_net)
     data = training.federation.data
     model = linear_net()
     model.load_state_dict(dict(server.params))
@@ -202,20 +209,64 @@ def test_fedprox_equals_a_plain_loop(fedprox: type[Method], engine: Engine) -> N
             )
             numbered = Shard(torch.arange(len(data.y)), data.y, tree.take(rows, 0), even)
             local = copy.deepcopy(model)
-            sgd = torch.optim.SGD(local.parameters(), lr=0.2, momentum=0.5)
-            for batch in [batch.x for batch in numbered.batches(5, 2)]:
-                sgd.zero_grad()
-                with torch.enable_grad():
-                    loss = F.cross_entropy(local(data.x[batch]), data.y[batch])
-                    for p, p_t in zip(local.parameters(), model.parameters(), strict=True):
-                        loss = loss + mu / 2 * (p - p_t.detach()).square().sum()
-                    loss.backward()
-                sgd.step()
+            with torch.enable_grad():
+                train(local, [batch.x for batch in numbered.batches(5, 2)], data.x, data.y)
             for name, p in local.state_dict().items():
                 average[name] += p * len(data.train[client]) / total
         model.load_state_dict(average)
         for name, p in model.state_dict().items():
             torch.testing.assert_close(ours.params[name], p, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+def test_fedprox_equals_a_plain_loop(fedprox: type[Method], engine: Engine) -> None:
+    """Each local step moves by the gradient of the loss plus μ (w − w_t), the server to the weighted mean."""
+    mu = 0.7
+
+    def train(local: nn.Module, batches: list[Tensor], x: Tensor, y: Tensor) -> None:
+        received = [p.detach().clone() for p in local.parameters()]
+        sgd = torch.optim.SGD(local.parameters(), lr=0.2, momentum=0.5)
+        for batch in batches:
+            sgd.zero_grad()
+            loss = F.cross_entropy(local(x[batch]), y[batch])
+            for p, p_t in zip(local.parameters(), received, strict=True):
+                loss = loss + mu / 2 * (p - p_t).square().sum()
+            loss.backward()
+            sgd.step()
+
+    equals_plain_rounds(fedprox(mu=mu, local=RECIPE), engine, train)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class Decayed(Averaging):
+    """FedAvg with the page's loop in the place of `sgd`."""
+
+    train: Callable[..., Params]
+    local: Recipe = RECIPE
+    personal: Recipe = RECIPE
+
+    def client_update(self, task: Task, broadcast: Model, client: Any, data: Shard) -> Reply:
+        w = self.train(task, broadcast.params, data, self.local)
+        return Reply(w - broadcast.params, weight=data.size)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+def test_a_loop_of_ones_own_counts_the_clients_own_steps(engine: Engine) -> None:
+    """Step t of a client has the rate 0.2 / t, however many steps longer clients take."""
+    (source,) = (b.text for b in blocks("docs/add-a-method.md") if b.title == "decayed.py")
+    page_of: dict[str, Any] = {}
+    exec(source, page_of)
+
+    def train(local: nn.Module, batches: list[Tensor], x: Tensor, y: Tensor) -> None:
+        for t, batch in enumerate(batches, 1):
+            gradients = torch.autograd.grad(
+                F.cross_entropy(local(x[batch]), y[batch]), list(local.parameters())
+            )
+            with torch.no_grad():
+                for p, g in zip(local.parameters(), gradients, strict=True):
+                    p -= 0.2 / t * g
+
+    equals_plain_rounds(Decayed(page_of["decayed"]), engine, train)
 
 
 # The architecture page

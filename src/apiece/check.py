@@ -27,12 +27,13 @@ from apiece.data.federated import Examples, Federated, federate
 from apiece.engines.base import Engine, Member, client_phase
 from apiece.engines.capture import vectorized
 from apiece.engines.sequential import Sequential
+from apiece.errors import ApieceError
 from apiece.evaluate import models
 from apiece.method import Broadcast, Method, Reply, Round, Server, Wrapper, inner_methods
 from apiece.params import Params
 from apiece.sample import uniform
 from apiece.shard import Rows, Shard
-from apiece.spec import spec
+from apiece.spec import place, spec
 from apiece.store import Store
 from apiece.task import Dropout, Task
 from apiece.train import Training, assemble, describe
@@ -84,19 +85,31 @@ def _one_thread() -> Iterator[None]:
 
 
 def _findings(world: _World) -> Iterator[Finding]:
+    held: list[Finding] = []  # what raised before `runs`: it raises there too, and is told there alone
+    running = False
     for rule, test in _RULES.items():
+        raised = False
         try:
             complaints = list(test(world))
         except Exception as error:
-            complaints = [_told(error)]
-        yield Finding(rule, not complaints, "; ".join(complaints))
-        if rule == "runs" and complaints:
-            return
+            raised, complaints = True, [_told(error, world.method)]
+        finding = Finding(rule, not complaints, "; ".join(complaints))
+        if rule == "runs":
+            if complaints:
+                yield finding
+                return
+            running = True
+            yield from held
+        if raised and not running:
+            held.append(finding)
+        else:
+            yield finding
 
 
-def _told(error: Exception) -> str:
-    notes = "; ".join(getattr(error, "__notes__", []))
-    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
+def _told(error: Exception, method: Method) -> str:
+    text = str(error) if isinstance(error, ApieceError) else f"{type(error).__name__}: {error}"
+    asides = "; ".join(filter(None, [place(error, method), *getattr(error, "__notes__", [])]))
+    return text + (f" ({asides})" if asides else "")
 
 
 def _stressed(method: Method) -> Method:
@@ -251,7 +264,7 @@ def _runs(world: _World) -> Iterator[str]:
         try:
             list(open_task.play(Sequential(world.task.device)))
         except Exception:
-            yield _told(error)
+            yield _told(error, world.method)
         else:
             yield "a client reads task.proxy or task.prior: they are the server's own, not the clients'"
 

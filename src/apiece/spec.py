@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from apiece import tree
-from apiece.method import Broadcast, Method
+from apiece.errors import ApieceError
+from apiece.method import Broadcast, Method, Reply, inner_methods
 from apiece.params import Params
 from apiece.random import as_key
 from apiece.shard import Batch, Rows, Shard
@@ -59,10 +62,34 @@ def spec(method: Method, task: Task, broadcast: Broadcast, start: Params, x: Tre
         with mode, torch.no_grad():
             client = method.init_client(task.for_clients(), broadcast, start, key)
             reply = method.client_update(task.for_clients(), broadcast, client, OneBatch(x, y, rows, True))
+    except DataDependentOutputException as error:
+        where = place(error, method)
+        raise ApieceError(
+            f"method {type(method).__name__}: a Python `if`, float() or .item() on a tensor: it differs by "
+            f"client; use tree.where, or keep it a tensor" + (f" ({where})" if where else "")
+        ) from error
     except Exception as error:
         error.add_note(f"while the shape of {type(method).__name__}'s reply was worked out on fake tensors")
         raise
+    if not isinstance(reply, Reply):
+        found = "None" if reply is None else type(reply).__name__
+        raise ApieceError(f"method {type(method).__name__}: client_update must return a Reply, not {found}")
     return Spec(*tree.map(outline, (reply.update, client, dict(reply.metrics))))
+
+
+def place(error: Exception, method: Method) -> str:
+    """`my_method.py:14 in client_update`: the deepest frame in a file of the method or of its inner ones."""
+    own = _modules(method)
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__") in own:
+            return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
+    return ""
+
+
+def _modules(method: Method) -> set[str]:
+    """Where a method and its inner ones are written; the module of Method itself is nobody's own."""
+    mine = {cls.__module__ for cls in type(method).__mro__ if issubclass(cls, Method)}
+    return mine.union(*map(_modules, inner_methods(method).values())) - {Method.__module__}
 
 
 class Shapes:

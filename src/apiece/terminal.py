@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
@@ -41,7 +42,7 @@ JsonFlag = Annotated[
 out = Console()
 err = Console(stderr=True)
 
-WIDE, MANY = 130, 5  # columns of a terminal; of a table, from which on a narrow one shows two of them
+TELLING = 36  # characters in a line of what a table tells of each name, at the least
 
 # What the terminal shows of the report's table; the last ones are left out where it is too narrow.
 COLUMNS = (
@@ -141,9 +142,7 @@ def show_runs(folders: list[Path], place: Path, as_json: bool) -> None:
     columns = {(c.group.split()[0], c.name): c for c in results.columns(rows)}
     shown = [columns[name] for name in COLUMNS if name in columns]
     table = _table(title, labels, shown)
-    while (
-        len(shown) > 1 and Measurement.get(out, out.options.update(max_width=500), table).maximum > out.width
-    ):
+    while len(shown) > 1 and _measured(table).maximum > out.width:
         table = _table(title, labels, shown := shown[:-1])
     out.print(table)
     skipped = sum((run.summary or {}).get("skipped", 0) for run in runs)
@@ -258,16 +257,29 @@ def show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
     if as_json:
         typer.echo(json_text(rows), nl=False)
         return
-    first, *_, last = rows[0]
-    names = list(rows[0]) if out.width >= WIDE or len(rows[0]) < MANY else [first, last]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in names:
-        table.add_column(name, no_wrap=name == first)  # a name that is cut cannot be typed
-    for row in rows:
-        table.add_row(*(escape(row[name]) for name in names))
+    names = list(rows[0])
+    while _measured(table := _rows(rows, names)).minimum > out.width and len(names) > 2:
+        del names[-2]  # the first is the name, the last tells most
     out.print(table)
     if left_out := [name for name in rows[0] if name not in names]:
         out.print(f"Left out, for the terminal is narrow: {', '.join(left_out)}.")
+
+
+def _measured(table: Table) -> Measurement:
+    """How wide a table would be if the terminal were not there."""
+    return Measurement.get(out, out.options.update(max_width=500), table)
+
+
+def _rows(rows: list[dict[str, str]], names: list[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        # A name that is cut cannot be typed; only what is told at the end may take several lines.
+        widest = max(cell_len(text) for text in (name, *(row[name] for row in rows)))
+        last = name == names[-1]
+        table.add_column(name, no_wrap=not last, min_width=min(widest, TELLING) if last else widest)
+    for row in rows:
+        table.add_row(*(escape(row[name]) for name in names))
+    return table
 
 
 def show_tables(tables: Mapping[str, reproducing.Table], results: Path, as_json: bool) -> None:
@@ -278,9 +290,9 @@ def show_tables(tables: Mapping[str, reproducing.Table], results: Path, as_json:
         rows.append(
             {
                 "table": table.id,
-                "what": table.title,
+                "run": f"{len(done)} of {len(table.cells)} cells",
                 "paper": table.source,
-                "cells": f"{len(done)} of {len(table.cells)} run",
+                "what": table.title,
             }
         )
     show_rows(rows, as_json)
