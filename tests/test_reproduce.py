@@ -381,7 +381,7 @@ def test_a_ledger_with_a_foreign_line_is_refused(tmp_path: Path) -> None:
 
 def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "0 of 4 run" in apiece("reproduce", "list").out
+    assert "0 of 4 cells" in apiece("reproduce", "list").out
     shown = apiece("reproduce", "toy-table", "--only", "first/iid", "--seeds", "0", "--device", "cpu")
     assert shown.code == 0, shown.err
     assert "(50.00)" in shown.out
@@ -390,7 +390,7 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     again = apiece("reproduce", "toy-table", "--only", "first/iid", "--seeds", "0", "--device", "cpu")
     assert again.out == shown.out
     assert "nothing to run: all of it is in results/toy-table.jsonl" in again.err
-    assert "1 of 4 run" in apiece("reproduce", "list").out
+    assert "1 of 4 cells" in apiece("reproduce", "list").out
     (tmp_path / "docs").mkdir()
     assert apiece("reproduce", "page").code == 0
     assert (tmp_path / "docs" / "results.html").exists()
