@@ -26,6 +26,11 @@ def physical(tensor: Tensor) -> tuple[Tensor, int | None]:
     return torch._C._functorch.get_unwrapped(tensor), torch._C._functorch.maybe_get_bdim(tensor)
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Does it lie where its numbers can be read at once? For those on a GPU the host would have to wait."""
+    return tensor.device.type == "cpu"
+
+
 def memory(tensor: Tensor) -> int:
     """What the tensor lies in: the same number for tensors that one write may change."""
     place: int = physical(tensor)[0].untyped_storage()._cdata

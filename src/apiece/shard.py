@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apiece import random, tree
+from apiece.batched import on_host
 from apiece.random import Key, fold
 from apiece.tree import Tree
 
@@ -102,7 +103,7 @@ class Shard:
             key = fold(self.key, epoch)
             place = self._rows.place[self._order(key)]
             # A GPU gathers a whole pass at once, of which batches are views; a CPU what fits into its cache.
-            whole = self._taken(place) if place.device.type != "cpu" else None
+            whole = None if on_host(place) else self._taken(place)
             numbers, weight = self._positions(per_pass), self._weight()
             keys, live = fold(key, numbers), self.size > numbers * width
             for batch in range(min(per_pass, count - epoch * per_pass)):
@@ -197,7 +198,7 @@ def _rows(examples: Tree, index: Tensor) -> Tree:
     """Those at `index`; on a CPU as an embedding, which copies whole rows, and not entry by entry."""
 
     def some(leaf: Tensor) -> Tensor:
-        if leaf.dim() == 1 or leaf.device.type != "cpu":
+        if leaf.dim() == 1 or not on_host(leaf):
             return leaf[index]
         rows: Tensor = F.embedding(index, leaf.flatten(1)).unflatten(-1, leaf.shape[1:])
         return rows

@@ -1,16 +1,23 @@
-"""CUDA graphs against the plain loop on a CPU. Run where there is a GPU: its log is under results/."""
+"""CUDA graphs against the plain loop on a CPU.
 
+Where there is a GPU, on it, and the log is under results/; elsewhere by graphs that a CPU replays.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from apiece import Experiment, Method, Recipe, Task, run, tree
+from apiece import Dropout, Experiment, Method, Recipe, Task, catalog, descent, run, tree
 from apiece.data import toy
-from apiece.data.federated import Examples, federate
+from apiece.data.federated import Examples, Federated, federate
+from apiece.descent import Linear
 from apiece.engines import capture
 from apiece.engines.base import Engine
 from apiece.engines.capture import Captured
@@ -31,44 +38,70 @@ from apiece.store import Store
 from apiece.train import Training, assemble
 from apiece.tree import Tree
 from apiece.wrappers.stages import Stages
-from tests.worlds import dropout_net
+from tests import graphs
+from tests.worlds import CPU, dropout_net
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+both_ways = pytest.mark.parametrize("long", [1000, 6], ids=["whole programs", "single steps"])
+
+NAMES = catalog.names()
 SIZES = (0, 1, 4, 9, 17, 25, 25, 40, 12, 3)
 LOCAL = Recipe(batch_size=5, epochs=2)
 
 
-@pytest.fixture(autouse=True)
-def full_precision() -> None:
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    graphs.pretend(monkeypatch)
+    return CPU
 
 
-def begun(method: Method, engine: Engine, test: float = 0.0) -> tuple[Training, Tree]:
-    """Ragged clients with dropout; six of ten take part, so chunks have other shapes in every round."""
+def layers_of_a_step() -> nn.Module:
+    return nn.Sequential(Linear(5, 7), nn.GroupNorm(1, 7), nn.ReLU(), Dropout(0.3), Linear(7, 3))
+
+
+@cache
+def world(device: torch.device, test: float, net: Callable[[], nn.Module]) -> tuple[Task, Tree, Federated]:
+    """Ragged clients, and a model with dropout: the same for all methods, whose graphs must be told apart."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(sum(SIZES), 5)).astype(np.float32)
     y = (x @ draw.normal(size=(5, 3))).argmax(1)
     parts = [np.arange(a, b) for a, b in pairwise(np.cumsum((0, *SIZES)))]
     names = [str(i) for i in range(len(SIZES))]
     data = federate(Examples(x, y, 3, ("a", "b", "c")), parts, names, key=0, test=test, unseen=0.0)
-    task = Task(dropout_net, device=engine.device)
-    start = tree.to(Task(dropout_net).init(1), engine.device)
+    return Task(net, device=device), tree.to(Task(net).init(1), device), data.to(device)
+
+
+def begun(
+    method: Method, engine: Engine, test: float = 0.0, net: Callable[[], nn.Module] = dropout_net
+) -> tuple[Training, Tree]:
+    """Six of ten take part, so chunks have other shapes in every round."""
+    task, start, data = world(engine.device, test, net)
 
     def store(state: Tree) -> Store:
         return Store(state, len(SIZES), engine.device, None, mapped=False)
 
-    return assemble(engine, method, task, start, data.to(engine.device), 6, 123, uniform, store)
+    return assemble(engine, method, task, start, data, 6, 123, uniform, store)
 
 
-def left(method: Method, engine: Engine, rounds: int = 8) -> Tree:
+def left(method: Method, engine: Engine, rounds: int = 8, net: Callable[[], nn.Module] = dropout_net) -> Tree:
     """The server after each round, and everybody's models at the end."""
-    training, server = begun(method, engine)
+    training, server = begun(method, engine, net=net)
     with torch.no_grad():
         servers = [closed.server for closed in training.rounds(server, 0, rounds)]
         broadcast = training.broadcast(servers[-1], rounds)
         everyone = list(range(len(SIZES)))
         return tree.to((servers, models(engine, training.federation, broadcast, everyone, rounds)), "cpu")
+
+
+def agree(ours: Tree, theirs: Tree, within: float, what: object) -> None:
+    for path, a in tree.flatten(ours).items():
+        b = tree.flatten(theirs)[path]
+        if isinstance(b, torch.Tensor) and b.is_floating_point() and b.numel():
+            assert (a - b).abs().max() <= within * b.abs().max().clamp(min=1.0), (what, path)
 
 
 METHODS: list[Method] = [
@@ -86,20 +119,36 @@ METHODS: list[Method] = [
 ]
 
 
-@pytest.mark.parametrize("long", [1000, 6], ids=["whole programs", "single steps"])
-def test_replays_never_use_a_stale_number(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@both_ways
+def test_replays_never_use_a_stale_number(
+    long: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One engine for all methods in turn, twice: graphs of one must not serve another."""
     monkeypatch.setattr(capture, "LONG", long)
-    engine = Captured(torch.device("cuda"), 64)
+    engine = Captured(device, 64)
     for method in METHODS + METHODS[:3]:
-        ours, theirs = left(method, engine), left(method, Sequential(torch.device("cpu")))
-        for path, a in tree.flatten(ours).items():
-            b = tree.flatten(theirs)[path]
-            if isinstance(b, torch.Tensor) and b.is_floating_point() and b.numel():
-                assert (a - b).abs().max() <= 1e-5 * b.abs().max().clamp(min=1.0), (method, path)
+        agree(left(method, engine), left(method, Sequential(CPU)), 1e-5, method)
     assert engine.captures >= (len(METHODS) if long > 6 else 1)
 
 
+@pytest.mark.slow
+@both_ways
+@pytest.mark.parametrize("name", [n for n in NAMES if not catalog.build(catalog.example(n), {}).needs_proxy])
+def test_every_method_is_recorded_whole(
+    name: str, long: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that know of a step of plain SGD, however small, among them. No other engine is asked to be."""
+    monkeypatch.setattr(capture, "LONG", long)
+    monkeypatch.setattr(descent, "SMALL", 1)
+    method = catalog.build(catalog.example(name), {})
+    engine = Captured(device, 64)
+    ours = left(method, engine, 4, layers_of_a_step)
+    assert engine.captures > 0
+    agree(ours, left(method, Sequential(CPU), 4, layers_of_a_step), 1e-4, name)
+
+
+@on_a_gpu
 @pytest.mark.parametrize("name", ["fedpa", "feddf", "fedmeta_proxy"])
 def test_what_a_server_trains_is_replayed(name: str) -> None:
     """Five passes over the proxy in batches of 20; the CPU's server to 1e-4.
@@ -119,8 +168,8 @@ def test_what_a_server_trains_is_replayed(name: str) -> None:
         torch.testing.assert_close(ours, ends[1][path], rtol=1e-4, atol=1e-4)
 
 
-def test_graphs_are_reused_over_rounds() -> None:
-    engine = Captured(torch.device("cuda"), 64)
+def test_graphs_are_reused_over_rounds(device: torch.device) -> None:
+    engine = Captured(device, 64)
     method = FedAvg(local=LOCAL)
     training, server = begun(method, engine)
     with torch.no_grad():
@@ -134,12 +183,14 @@ def test_graphs_are_reused_over_rounds() -> None:
     assert after < 30
 
 
-@pytest.mark.parametrize("long", [1000, 6], ids=["whole programs", "single steps"])
-def test_lanes_do_not_disturb_each_other(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_ways
+def test_lanes_do_not_disturb_each_other(
+    long: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everybody is scored in chunks of two, three at once, twenty times: the CPU's scores every time."""
     monkeypatch.setattr(capture, "LONG", long)
     found = []
-    for engine in (Captured(torch.device("cuda"), 2), Sequential(torch.device("cpu"))):
+    for engine in (Captured(device, 2), Sequential(CPU)):
         training, server = begun(FedEC(local=LOCAL), engine, test=0.4)
         broadcast = training.broadcast(server, 0)
         with torch.no_grad():
@@ -150,8 +201,8 @@ def test_lanes_do_not_disturb_each_other(long: int, monkeypatch: pytest.MonkeyPa
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_poisoned_client_disturbs_nobody_in_a_replay() -> None:
-    engine = Captured(torch.device("cuda"), 64)
+def test_a_poisoned_client_disturbs_nobody_in_a_replay(device: torch.device) -> None:
+    engine = Captured(device, 64)
     training, server = begun(FedAvg(local=LOCAL), engine)
     x = training.federation.data.x.clone()
     x[training.federation.data.train[7]] = torch.nan  # type: ignore[attr-defined]
@@ -168,6 +219,7 @@ def test_a_poisoned_client_disturbs_nobody_in_a_replay() -> None:
         assert all(bool(p.isfinite().all()) for p in one.server.params.values())
 
 
+@on_a_gpu
 @pytest.mark.parametrize(("data", "model"), [("movielens", "din"), ("shakespeare", "lstm(hidden=8)")])
 def test_inputs_of_other_kinds(data: str, model: str, tmp_path: Path) -> None:
     """Categories, histories and texts: embeddings, ranks and loops over places, recorded."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from apiece import random, tree
+from apiece.batched import on_host
 from apiece.data.arena import Arena
 from apiece.data.federated import Clients, Ragged
 from apiece.method import MEAN, Broadcast, Method, Reduce, Round, Stacked
@@ -309,7 +310,7 @@ class _Gather:
         run = torch.arange(self.runs, device=weight.device)[:, None]
         own = torch.ones_like(weight)[None] if which == () else (which == run).to(weight.dtype)
         # A GPU would have to be waited for; a CPU is asked, and saves passes over all that clients answer.
-        asked = weight.device.type == "cpu"
+        asked = on_host(weight)
         total = self._total(update, own * weight) if asked else update
         # A sum that is finite has no other parts, if everybody counts in it.
         sound = asked and self.reduce is MEAN and bool(weight.all() & tree.finite(total, weight.device))

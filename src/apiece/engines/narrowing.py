@@ -23,6 +23,7 @@ from apiece.batched import (
     innermost,
     levels,
     memory,
+    on_host,
     physical,
 )
 from apiece.shard import Batch
@@ -107,7 +108,7 @@ def apart(carry: Any, batch: Batch) -> Any:
 def settled(batch: Batch) -> Batch:
     """The batch without the masks that it does not need; a GPU would have to be waited for to know it."""
     live = _live(batch)
-    if live is None or live.device.type != "cpu" or not live.all():
+    if live is None or not on_host(live) or not live.all():
         return batch
     weight, _ = physical(batch.weight)
     return batch._replace(live=None, full=bool(weight.all()))
