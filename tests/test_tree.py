@@ -1,3 +1,4 @@
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -90,10 +91,14 @@ def test_where_chooses_whole_trees_and_refuses_static_choices() -> None:
         tree.where(torch.tensor(True), a, b._replace(right="y"))
 
 
-@pytest.mark.parametrize(("value", "fine"), [(1.0, True), (float("nan"), False), (float("inf"), False)])
-def test_finite(value: float, fine: bool) -> None:
-    leaf = Pair(torch.tensor([1.0, value]), torch.arange(3))
-    assert bool(tree.finite(leaf, torch.device("cpu"))) is fine
+@pytest.mark.parametrize("value", [1.0, 3e38, math.nan, math.inf, -math.inf])
+def test_finite(value: float) -> None:
+    """Two large numbers are finite, though their sum is not; nothing is finite, too."""
+    leaf = Pair(
+        torch.tensor([3e38, value]), (torch.arange(3), torch.ones(0), torch.ones(2, dtype=torch.double))
+    )
+    assert bool(tree.finite(leaf, torch.device("cpu"))) is math.isfinite(value)
+    assert bool(tree.finite((), torch.device("cpu")))
 
 
 def test_signatures_tell_structure_shapes_and_values_apart() -> None:

@@ -159,9 +159,10 @@ def nbytes(tree: Tree) -> int:
 
 
 def finite(tree: Tree, device: torch.device) -> Tensor:
-    """0-d bool: no floating leaf holds a NaN or an infinity."""
-    answer = torch.ones((), dtype=torch.bool, device=device)
-    for leaf in tensors(tree):
-        if leaf.is_floating_point():
-            answer = answer & leaf.isfinite().all()
-    return answer
+    """0-d bool: no floating leaf holds a NaN or an infinity, for one of its extremes would be it."""
+    leaves = [leaf for leaf in tensors(tree) if leaf.is_floating_point() and leaf.numel()]
+    if not leaves:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return (
+        torch.stack([extreme for leaf in leaves for extreme in (leaf.amax(), leaf.amin())]).isfinite().all()
+    )
