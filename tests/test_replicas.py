@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from apiece import ApieceError, Experiment, Method, Recipe, resume, run, tree
 from apiece.engines.base import Engine
+from apiece.engines.capture import Captured
 from apiece.engines.sequential import Sequential
 from apiece.engines.vectorized import Vectorized
 from apiece.method import Server
@@ -24,6 +25,7 @@ from apiece.session import run_replicas
 from apiece.store import Store
 from apiece.train import Training, together
 from apiece.tree import Tree
+from tests import graphs
 from tests.worlds import CPU, federation
 
 SIZES = (7, 23, 0, 12, 4, 30)
@@ -50,7 +52,7 @@ def states(training: Training, server: Server) -> Tree:
     return training.federation.states(Sequential(CPU), broadcast, range(len(SIZES)))
 
 
-@pytest.mark.parametrize(
+of_each_kind = pytest.mark.parametrize(
     "method",
     [
         FedAvg(local=LOCAL),
@@ -61,16 +63,31 @@ def states(training: Training, server: Server) -> Tree:
     ],
     ids=lambda method: type(method).__name__,
 )
+
+
+@of_each_kind
 @pytest.mark.parametrize(
     "engine",
     [Sequential(CPU), Vectorized(CPU, 5), Vectorized(CPU, 64)],
     ids=["sequential", "fives", "vectorized"],
 )
 def test_each_replica_is_as_it_would_be_alone(method: Method, engine: Engine) -> None:
+    as_alone(method, engine, engine)
+
+
+@of_each_kind
+def test_so_it_is_where_graphs_are_recorded(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs.pretend(monkeypatch)
+    engine = Captured(CPU, 64)
+    as_alone(method, Sequential(CPU), engine)
+    assert engine.captures > 0
+
+
+def as_alone(method: Method, one_run: Engine, engine: Engine) -> None:
     with torch.no_grad():
         alone = []
         for seed in SEEDS:
-            training, server = replica(method, engine, seed)
+            training, server = replica(method, one_run, seed)
             closed = list(training.rounds(server, 0, 5))
             alone.append((training, closed))
         side_by_side = [replica(method, engine, seed) for seed in SEEDS]
