@@ -104,7 +104,9 @@ def _place(tensor: Tensor) -> int:
 
 
 def _is_new(leaf: Any, theirs: set[int]) -> bool:
-    return isinstance(leaf, Tensor) and leaf.numel() > 0 and _place(leaf) not in theirs
+    if not isinstance(leaf, Tensor) or leaf._is_zerotensor():  # zeros without memory
+        return False
+    return leaf.numel() > 0 and _place(leaf) not in theirs
 
 
 class _Stream:

@@ -93,6 +93,12 @@ MISTAKES = {
     "params": (TRAINED, "return w - broadcast.params", NO_REPLY.format("Params")),
     "tuple": (TRAINED, "return w, data.size", NO_REPLY.format("tuple")),
     "nothing": (TRAINED, "", NO_REPLY.format("None")),
+    "state": (
+        TRAINED,
+        "return Reply(w - broadcast.params, {'n': data.size})",
+        "method W: a client's state keeps its form: init_client makes (), the state in client_update's Reply "
+        "is a dict of n",
+    ),
 }
 RECIPE = "w = loop(lambda w, b: w, broadcast.params, data.batches(self.local))"
 NOT_A_NUMBER = (
@@ -154,3 +160,21 @@ def test_in_a_wrapper_the_line_is_the_inner_methods(file: Path) -> None:
     first, second, _ = MISTAKES["if"]
     told = BY_VALUE.format("Elastic", 15)
     assert refused(f"elastic({written(file, first, second)})") == [("runs", False, told)]
+
+
+def test_a_run_tells_the_lines_of_the_file(file: Path) -> None:
+    method = written(file, RECIPE, SENT)
+    outcome = apiece("run", *SIZES, "--rounds", "1", "--method", method, "--out", str(file.parent / "run"))
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
+    told = outcome.err.splitlines()
+    assert told[0].startswith("error: TypeError: '<' not supported")
+    assert f"  my_method.py:14 in client_update: {RECIPE}" in told
+    assert told[-1] == "  For the whole traceback: APIECE_TRACEBACK=1"
+
+
+def test_the_whole_traceback_may_be_asked_for(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APIECE_TRACEBACK", "1")
+    method = written(file, RECIPE, SENT)
+    with pytest.raises(TypeError, match="not supported"):
+        apiece("run", *SIZES, "--rounds", "1", "--method", method, "--out", str(file.parent / "run"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import statistics
 from importlib.metadata import version
@@ -586,6 +587,32 @@ def test_a_narrow_terminal_shows_names_whole(
     assert set(tables(Path("experiments"))) <= set(apiece("reproduce", "list").out.split())
 
 
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (36, "cost time, unseen harmed, seen harmed, seen initial, unseen initial"),
+        (60, "cost time"),
+        (120, ""),
+    ],
+)
+def test_on_a_narrow_terminal_the_main_scores_stay(
+    width: int, left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal.out, "_width", width)
+    shown = " ".join(apiece("run", *SMALL, "--out", str(tmp_path / "run")).out.split())
+    assert shown.count("personalized") == 2
+    assert (f"Left out, for the terminal is narrow: {left_out}" in shown) == bool(left_out)
+    assert ("Left out" in shown) == bool(left_out)
+
+
+def test_where_nobody_sees_a_bar_there_are_lines(tmp_path: Path) -> None:
+    """The first and the last at least; a bar is for those who look."""
+    lines = apiece("run", *SMALL, "--out", str(tmp_path / "run")).err.splitlines()
+    assert re.fullmatch(r"fedavg 0/4  seen [\d.]+→[\d.]+  unseen [\d.]+→[\d.]+", lines[0])
+    assert re.fullmatch(r"fedavg 4/4  seen [\d.]+→[\d.]+  unseen [\d.]+→[\d.]+", lines[-1])
+    assert apiece("run", *SMALL, "--json", "--out", str(tmp_path / "quiet")).err == ""
+
+
 def test_a_wrapper_around_something_shows_the_settings_of_both() -> None:
     text = apiece("methods", "guarded(ditto)").out
     assert "folds = 5" in text
@@ -715,3 +742,13 @@ def test_columns_in_units_of_their_own_and_stray_labels_are_told_of(
     assert "columns far from 0, on which models train badly: sodium (mean 140" in (caplog.text)
     assert "share" not in caplog.text
     assert "classes with less than two training examples: dead: are they labels?" in caplog.text
+
+
+def test_a_report_counts_the_clients_that_the_data_has(tmp_path: Path) -> None:
+    rows = "".join(f"{name},{k},{k % 2}\n" for name in "abcd" for k in range(6))
+    (tmp_path / "own.csv").write_text("client,f,label\n" + rows)
+    sizes = ("--cohort", "2", "--rounds", "1", "--engine", "vectorized", "--threads", "1", "--unseen", "0")
+    folder, page = tmp_path / "run", tmp_path / "report.html"
+    assert apiece("run", "--data", str(tmp_path / "own.csv"), *sizes, "--out", str(folder)).code == 0
+    assert apiece("report", str(folder), "-o", str(page)).code == 0
+    assert "<dt>clients</dt><dd>4</dd>" in page.read_text()

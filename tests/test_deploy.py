@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from apiece import ApieceError, deploy, load, session
-from tests.command import apiece, interrupted, table
+from tests.command import SMALL, apiece, interrupted, table
 
 
 def linear(file: Path) -> nn.Linear:
@@ -199,7 +199,9 @@ def test_a_written_model_can_be_used(named: Path, tmp_path: Path) -> None:
     x = np.array([[0.1, 0.9], [0.5, 0.5]], dtype=np.float32)
     expected = torch.from_numpy(x) @ raw["head.weight"].T + raw["head.bias"]
     torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(x.astype(np.float64)), expected)
     assert model.label_names == ("n", "y")
+    assert repr(model) == "<a model of 6 parameters for n, y>"
 
 
 def test_what_is_no_written_model(named: Path, tmp_path: Path) -> None:
@@ -251,3 +253,26 @@ def test_a_client_without_examples_has_no_loss(tmp_path: Path) -> None:
     assert all(torch.equal(value, initial[name]) for name, value in load_file(file).items())
     outcome = apiece("export", str(run), "--client", "none", "-o", str(file), "--json")
     assert outcome.json["loss_personalized"] is None
+
+
+NET = """from apiece.models.linear import logistic
+
+
+def net(input_shape, classes):
+    return logistic(input_shape, classes)
+"""
+
+
+def test_a_run_whose_code_has_changed_is_refused(tmp_path: Path) -> None:
+    """Comments and layout aside: models of two methods would be taken for one's."""
+    file, folder = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(NET)
+    outcome = apiece("run", *SMALL, "--model", f"{file}:net", "--out", str(folder))
+    assert outcome.code == 0, outcome.err
+    file.write_text("# mine\n" + NET)
+    assert deploy.export(folder, "1", tmp_path / "m").round == 4
+    file.write_text(NET.replace("classes)\n", "1 * classes)\n"))
+    outcome = apiece("export", str(folder), "--client", "1", "-o", str(tmp_path / "n"))
+    assert outcome.code == 2
+    assert f"has changed since {folder} was begun" in outcome.err
+    assert not (tmp_path / "n").exists()

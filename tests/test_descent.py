@@ -296,6 +296,30 @@ def test_a_gradient_inside_the_objective_of_a_client_alone(net: nn.Module) -> No
     close(ours, by_autograd(steep, START, X[0]))
 
 
+def by_unused_too(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """A penalty on gradients, which need not all be there: as it is often written."""
+    loss = outputs(net, w, x).square().mean()
+    used = [p for name, p in w.items() if not name.startswith("idle")]
+    slopes = torch.autograd.grad(loss, used, create_graph=True, allow_unused=True)
+    return loss + torch.stack([slope.square().sum() for slope in slopes]).sum()
+
+
+def by_what_is_left_in_grad(net: nn.Module, w: Params, x: Tensor) -> Tensor:
+    """As `torch.autograd.backward` leaves it, which no mode is told of."""
+    loss = outputs(net, w, x).square().mean() + 0.01 * w.sqnorm()
+    torch.autograd.backward(loss, inputs=list(w.values()), create_graph=True)
+    slopes = [p.grad for p in w.values()]
+    return loss + torch.stack([slope.square().sum() for slope in slopes if slope is not None]).sum()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("objective", [by_unused_too, by_what_is_left_in_grad])
+def test_penalties_on_gradients_of_a_client_alone(objective: Objective, net: nn.Module) -> None:
+    with torch.no_grad():
+        ours = descend(lambda w: objective(net, w, X[0]), START, RATE, START)
+    close(ours, by_autograd(objective, START, X[0]))
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_an_input_written_over_before_its_gradient_is_taken_is_refused(
     together: bool, net: nn.Module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,10 @@ def test_importing_is_light() -> None:
     code = f"import sys, apiece; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
+
+
+def test_a_result_is_a_line() -> None:
+    result = apiece.run(apiece.Experiment(rounds=1, clients=8, cohort=3, model="logistic", threads=1))
+    assert re.fullmatch(
+        r"<fedavg after 1 rounds, seen [\d.]+ → [\d.]+ %, unseen [\d.]+ → [\d.]+ %>", repr(result)
+    )

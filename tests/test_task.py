@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.func import grad, vmap
 
@@ -312,3 +313,21 @@ def test_clients_get_neither_proxy_nor_prior():
     assert client.prior is None
     assert (client.module, client.losses, client.penalties) == (task.module, task.losses, task.penalties)
     assert task.proxy is proxy
+
+
+def test_a_forward_that_is_computed_anew_in_the_backward_is_refused() -> None:
+    """By then the module's own parameters are back in their places: the gradient would be theirs."""
+
+    class Thrifty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            again: torch.Tensor = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+            return again
+
+    task = Task(Thrifty)
+    params = task.init(0).map(lambda p: p.requires_grad_())
+    with pytest.raises(RuntimeError, match=r"models cannot use torch\.utils\.checkpoint"):
+        task.predict(params, torch.ones(4, 3))

@@ -388,7 +388,9 @@ def test_flags_are_read() -> None:
     }
 
 
-@pytest.mark.parametrize("flag", ["lr", "lr=", "=1,2", "lr=1,,2", "lr=0.1..", "lr=..1", "lr=1..2..3", ""])
+@pytest.mark.parametrize(
+    "flag", ["lr", "lr=", "=1,2", "lr=1,,2", "lr=0.1..", "lr=..1", "lr=1..2..3", "lr=0.01-1", ""]
+)
 def test_flags_that_are_none_are_refused(flag: str) -> None:
     with pytest.raises(ApieceError, match=r"--search"):
         tune.parse([flag])

@@ -51,6 +51,7 @@ class Choice:
     torch: str
     reason: str
     streamed: bool = False  # are the examples copied to the device cohort by cohort?
+    code: str = ""  # a hash of the files of one's own that the experiment names
 
 
 class Option(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from apiece.errors import ApieceError
 from apiece.experiment import Experiment
 from apiece.federation.commands import app as federate
 from apiece.folder import json_text
+from apiece.importing import own_lines
 from apiece.models import MODELS
 from apiece.reproduce_command import reproduce
 from apiece.settings import parse_seeds
@@ -689,6 +691,12 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except Exception as error:
+        lines = own_lines(error)
+        if not lines or os.environ.get("APIECE_TRACEBACK"):
+            raise
+        notes = [*lines, *getattr(error, "__notes__", []), "For the whole traceback: APIECE_TRACEBACK=1"]
+        _fail("\n  ".join([f"{type(error).__name__}: {error}", *notes]))
 
 
 def _fail(message: str) -> None:

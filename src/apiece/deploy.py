@@ -45,9 +45,19 @@ class Exported(NamedTuple):
     params: Params
     label_names: tuple[str, ...]  # of the scores, in their order
 
+    def __repr__(self) -> str:
+        numbers = sum(param.numel() for param in self.params.values())
+        return f"<a model of {numbers:,} parameters for {', '.join(self.label_names)}>"
+
     def __call__(self, x: Any) -> Tensor:
+        kind = next(iter(self.params.values())).dtype
+
+        def fitting(leaf: Any) -> Tensor:
+            tensor = torch.as_tensor(leaf)
+            return tensor.to(kind) if tensor.is_floating_point() else tensor
+
         with torch.no_grad():
-            return self.task.predict(self.params, torch.as_tensor(x))
+            return self.task.predict(self.params, tree.map(fitting, x))
 
 
 def load(path: str | Path) -> Exported:

@@ -25,7 +25,9 @@ from apiece import tree
 from apiece.batched import clients_first, clients_of, each_client, levels, memory
 from apiece.params import Params
 
-LOOKING = frozenset((torch.autograd.grad, Tensor.backward, Tensor.register_hook))
+LOOKING: frozenset[Any] = frozenset(
+    (torch.autograd.grad, Tensor.backward, Tensor.register_hook, vars(torch._C.TensorBase)["grad"].__get__)
+)
 # Layers of fewer weights are left alone, for nothing is gained: of many clients together, of a client alone.
 SMALL, SMALL_ALONE = 1 << 12, 1 << 17
 
@@ -177,8 +179,9 @@ def _found(
         try:
             with watch if watched else nullcontext():
                 value = objective(w)
-        except RuntimeError:
-            if watch.seen:  # a gradient, perhaps, by weights that a layer has used and kept out of it
+        except Exception:
+            # A gradient, perhaps, by weights that a layer has used and kept out; else it is raised again.
+            if told and (watch.seen or not watched):
                 return None
             raise
         finally:

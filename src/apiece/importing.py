@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
 import re
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 from apiece import random
 from apiece.errors import ApieceError, unknown
 
+_IN_FILE = r"[^(),]+\.py(?=:)"
 FILES: dict[str, Path] = {}  # imported so far, by the name of their module
 
 
@@ -38,7 +42,26 @@ def import_object(spec: str, kind: str) -> Any:
 
 def anchored(expression: str) -> str:
     """An expression with every `file.py:name` in it made absolute, so that it can be read from anywhere."""
-    return re.sub(r"[^(),]+\.py(?=:)", lambda match: str(Path(match[0].strip()).resolve()), expression)
+    return re.sub(_IN_FILE, lambda match: str(Path(match[0].strip()).resolve()), expression)
+
+
+def code(*expressions: str) -> str:
+    """A hash of the files in expressions: of what they do, not of comments and layout. Empty: no files."""
+    files = sorted({Path(name) for text in expressions for name in re.findall(_IN_FILE, anchored(text))})
+    if not files:
+        return ""
+    parsed = [ast.dump(ast.parse(file.read_text(encoding="utf-8"))) for file in files]
+    return hashlib.sha256("\n".join(parsed).encode()).hexdigest()[:16]
+
+
+def own_lines(error: BaseException) -> list[str]:
+    """Where an error came by in files imported here: file, line and what stands there."""
+    own = {str(path): path.name for path in FILES.values()}
+    return [
+        f"{own[frame.filename]}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename in own
+    ]
 
 
 def _import(source: str) -> ModuleType:

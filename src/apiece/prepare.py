@@ -27,6 +27,7 @@ from apiece.engines.ray import CPU, Cluster, inside, join, measured_layers, serv
 from apiece.errors import ApieceError
 from apiece.evaluate import chosen, pool, score
 from apiece.experiment import AUTO, Experiment
+from apiece.importing import code
 from apiece.method import Method, Server, newcomer
 from apiece.models.validate import problems, validate
 from apiece.params import Params
@@ -189,6 +190,7 @@ def prepare(
             torch.__version__,
             reason + _told_streamed(data),
             isinstance(data, Streamed),
+            code(experiment.method, experiment.model),
         )
     torch.set_num_threads(choice.threads)
     engine = beside.engine if beside else rebuild(choice, experiment.processes, experiment.address)

@@ -23,7 +23,7 @@ from apiece.errors import ApieceError
 from apiece.evaluate import Pair
 from apiece.evaluate import models as client_models
 from apiece.experiment import Experiment
-from apiece.importing import anchored
+from apiece.importing import anchored, code
 from apiece.method import Server
 from apiece.params import Params
 from apiece.prepare import Session, fingerprint, load_data, prepare
@@ -45,6 +45,16 @@ class Result(NamedTuple):
     clients: Ints  # the ids of those that were scored: all, unless evaluate_clients says otherwise
     session: Session
     server: Server
+
+    def __repr__(self) -> str:
+        """In a line: all of it would fill pages."""
+        found = {group: self.summary[group] for group in ("seen", "unseen") if self.summary[group]}
+        scores = "".join(
+            f", {group} {100 * one['initial']:.1f} → {100 * one['personalized']:.1f} %"
+            for group, one in found.items()
+            if one["initial"] is not None
+        )
+        return f"<{self.summary['method']} after {self.summary['rounds']} rounds{scores}>"
 
     def model(self, client: int) -> Params:
         """The personalized model of one client."""
@@ -179,6 +189,11 @@ def reopen(folder: Path) -> Session:
             folder,
             choice.torch,
             torch.__version__,
+        )
+    if choice is not None and choice.code and choice.code != code(experiment.method, experiment.model):
+        raise ApieceError(
+            f"the code of {experiment.method!r} or {experiment.model!r} has changed since {folder} was "
+            f"begun: what it left would be taken for another's. Put it back, or start a new run."
         )
     session = prepare(experiment, folder, choice)
     rows = _partition(session)

@@ -74,6 +74,7 @@ def spec(method: Method, task: Task, broadcast: Broadcast, start: Params, x: Tre
     if not isinstance(reply, Reply):
         found = "None" if reply is None else type(reply).__name__
         raise ApieceError(f"method {type(method).__name__}: client_update must return a Reply, not {found}")
+    keep_form(method, client, reply.state)
     return Spec(*tree.map(outline, (reply.update, client, dict(reply.metrics))))
 
 
@@ -81,9 +82,25 @@ def place(error: Exception, method: Method) -> str:
     """`my_method.py:14 in client_update`: the deepest frame in a file of the method or of its inner ones."""
     own = _modules(method)
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if frame.f_globals.get("__name__") in own:
-            return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
+        code = frame.f_code  # a dataclass's own methods stand in no file
+        if frame.f_globals.get("__name__") in own and not code.co_filename.startswith("<"):
+            return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
     return ""
+
+
+def keep_form(method: Method, before: Tree, after: Tree) -> None:
+    """A client's state is made of the same things as its first, in every round."""
+    if not tree.same_structure(before, after):
+        raise ApieceError(
+            f"method {type(method).__name__}: a client's state keeps its form: init_client makes "
+            f"{_form(before)}, the state in client_update's Reply is {_form(after)}"
+        )
+
+
+def _form(state: Tree) -> str:
+    """In words."""
+    parts = ", ".join(tree.flatten(state))
+    return f"a {type(state).__name__} of {parts}" if parts else "()"
 
 
 def _modules(method: Method) -> set[str]:

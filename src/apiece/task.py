@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from apiece import random, tree
 from apiece.augment import Augment
@@ -101,7 +102,9 @@ def _called(module: nn.Module, params: Params, x: Tree) -> Tensor:
         for path, tensor in params.items():
             for held, name in places[path]:
                 held[name] = tensor
-        outputs: Tensor = module(x)
+        # The params are in their places for this call alone: what is computed anew later would find others.
+        with disable_saved_tensors_hooks("models cannot use torch.utils.checkpoint or save_on_cpu here"):
+            outputs: Tensor = module(x)
         return outputs
     finally:
         for held, name, tensor in own:

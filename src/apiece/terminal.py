@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,18 +44,19 @@ JsonFlag = Annotated[
 out = Console()
 err = Console(stderr=True)
 
+APART = 10.0  # seconds between lines that tell how far a run is
 TELLING = 36  # characters in a line of what a table tells of each name, at the least
 
-# What the terminal shows of the report's table; the last ones are left out where it is too narrow.
-COLUMNS = (
-    ("seen", "initial"),
-    ("seen", "personalized"),
-    ("unseen", "initial"),
-    ("unseen", "personalized"),
-    ("seen", "harmed"),
-    ("unseen", "harmed"),
-    ("cost", "time"),
-)
+# What the terminal shows of the report's table; where it is narrow, columns of the least number go first.
+COLUMNS = {
+    ("seen", "initial"): 4,
+    ("seen", "personalized"): 6,
+    ("unseen", "initial"): 5,
+    ("unseen", "personalized"): 7,
+    ("seen", "harmed"): 3,
+    ("unseen", "harmed"): 2,
+    ("cost", "time"): 1,
+}
 
 
 def without_folders(method: str) -> str:
@@ -65,7 +68,10 @@ def without_folders(method: str) -> str:
 def bar(
     title: str, rounds: int, quiet: bool, folder: Path, again: str, sign: str = "experiment.toml"
 ) -> Iterator[session.Progress]:
-    """A progress bar with time left and the latest scores; Ctrl-C says how to go on, once `sign` is there."""
+    """A progress bar with time left and the latest scores; Ctrl-C says how to go on, once `sign` is there.
+
+    Where nobody sees a bar move, in a file of a batch system say, a line now and then.
+    """
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=16),
@@ -73,13 +79,19 @@ def bar(
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         TextColumn("{task.fields[scores]}"),
     )
-    bar = Progress(*columns, console=err, disable=quiet)
-    job = bar.add_task(without_folders(title), total=rounds, scores="")
-    scores = ""
+    name = without_folders(title)
+    bar = Progress(*columns, console=err, disable=quiet or not err.is_terminal)
+    job = bar.add_task(name, total=rounds, scores="")
+    scores, told = "", -math.inf
 
     def tick(done: int, groups: Groups | None) -> None:
-        nonlocal scores
+        nonlocal scores, told
         scores = _scores(groups) if groups else scores
+        if bar.disable:
+            if not quiet and (time.monotonic() - told > APART or done == rounds):
+                told = time.monotonic()
+                err.print(f"{name} {done}/{rounds}  {scores}".rstrip(), highlight=False, markup=False)
+            return
         bar.start()
         bar.update(job, completed=done, scores=scores)
 
@@ -140,11 +152,16 @@ def show_runs(folders: list[Path], place: Path, as_json: bool) -> None:
     title = f"{results.metric(runs)} in %" + (", mean ± std over seeds" if several else "")
     labels = [without_folders(row.label) for row in rows]
     columns = {(c.group.split()[0], c.name): c for c in results.columns(rows)}
-    shown = [columns[name] for name in COLUMNS if name in columns]
-    table = _table(title, labels, shown)
-    while len(shown) > 1 and _measured(table).maximum > out.width:
-        table = _table(title, labels, shown := shown[:-1])
+    shown = [name for name in COLUMNS if name in columns]
+    left_out: list[str] = []
+    while _measured(table := _table(title, labels, [columns[name] for name in shown])).minimum > out.width:
+        if len(shown) == 1:
+            break
+        shown.remove(least := min(shown, key=lambda name: COLUMNS[name]))
+        left_out.append(" ".join(least))
     out.print(table)
+    if left_out:
+        _tell_left_out(left_out)
     skipped = sum((run.summary or {}).get("skipped", 0) for run in runs)
     if skipped:
         typer.echo(f"skipped: {skipped} updates that were not finite")
@@ -153,19 +170,25 @@ def show_runs(folders: list[Path], place: Path, as_json: bool) -> None:
 
 def _table(title: str, labels: list[str], columns: list[Any]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("\nmethod", overflow="fold")
+    table.add_column("\nmethod", overflow="fold", min_width=min(TELLING, max(map(cell_len, labels))))
     for column in columns:
-        table.add_column(f"{column.group.split()[0]}\n{column.name}", justify="right", no_wrap=True)
+        widest = max(cell_len(text) for text in (column.name, *_figures(column)))
+        table.add_column(f"{column.group.split()[0]}\n{column.name}", justify="right", min_width=widest)
     for index, label in enumerate(labels):
         table.add_row(escape(label), *(_cell(column, index) for column in columns))
     return table
 
 
 def _cell(column: Any, index: int) -> str:
-    """A cell of the terminal's table, bold where it is the best; side figures without their spread."""
-    main = column.name in ("initial", "personalized")
-    text = column.cells[index] if main else column.means[index]
+    """A cell of the terminal's table, bold where it is the best."""
+    text = _figures(column)[index]
     return f"[bold]{text}[/]" if index in column.best else text
+
+
+def _figures(column: Any) -> Sequence[str]:
+    """Side figures without their spread."""
+    figures: Sequence[str] = column.cells if column.name in ("initial", "personalized") else column.means
+    return figures
 
 
 def show_forgetting(runs: list[tuple[str, Path]], tasks: list[str], as_json: bool) -> None:
@@ -262,7 +285,11 @@ def show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
         del names[-2]  # the first is the name, the last tells most
     out.print(table)
     if left_out := [name for name in rows[0] if name not in names]:
-        out.print(f"Left out, for the terminal is narrow: {', '.join(left_out)}.")
+        _tell_left_out(left_out)
+
+
+def _tell_left_out(columns: list[str]) -> None:
+    out.print(f"Left out, for the terminal is narrow: {', '.join(columns)}.")
 
 
 def _measured(table: Table) -> Measurement:

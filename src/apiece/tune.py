@@ -14,6 +14,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -181,6 +182,8 @@ def parse(flags: Sequence[str]) -> dict[str, Span | tuple[Any, ...]]:
         texts = [part.strip() for part in text.split(".." if ".." in text else ",")]
         if not key or not all(texts):
             raise ApieceError(f"--search takes KEY=LOW..HIGH or KEY=a,b,c, got {flag!r}")
+        if re.fullmatch(r"[\d.e]+-[\d.e]+", text):
+            raise ApieceError(f"--search {flag}: a range is LOW..HIGH: {key}={text.replace('-', '..')}")
         values = tuple(parse_flag(f"{key}={part}")[1] for part in texts)
         if ".." in text and len(values) != 2:
             raise ApieceError(f"--search {flag}: a range is LOW..HIGH")

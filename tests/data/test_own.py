@@ -330,6 +330,23 @@ def test_an_empty_client_has_an_empty_shard(tmp_path):
     assert shared.test.sizes.tolist() == [1, 0]
 
 
+def test_years_are_names(tmp_path):
+    """Numbers of 2,021 classes, two of which are there, would be all but phantoms."""
+    place = tmp_path / "a.csv"
+    place.write_text("client,f,label\na,1,2019\na,2,2020\nb,3,2019\n")
+    found = from_path(place)
+    assert (found.classes, found.label_names, found.y.tolist()) == (2, ("2019", "2020"), [0, 1, 0])
+
+
+def test_measurements_are_no_classes(tmp_path):
+    place = tmp_path / "a.csv"
+    place.write_text("client,f,label\n" + "".join(f"a,{k},{k / 8}\n" for k in range(30)))
+    with pytest.raises(ApieceError, match=r"a\.csv: the labels are 30 different numbers in 30 rows, 0"):
+        from_path(place)
+    place.write_text("client,f,label\n" + "".join(f"a,{k},{k % 20 / 8}\n" for k in range(60)))
+    assert from_path(place).classes == 20, "steps of a scale"
+
+
 def test_int_labels_of_a_folder_are_united(tmp_path):
     npz(tmp_path / "a.npz", x=X, y=[0, 1, 0])
     npz(tmp_path / "b.npz", x=X, y=[6, 1, 6])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -152,6 +153,27 @@ def test_what_does_not_fit_is_computed_masked() -> None:
         return torch.zeros(WIDE, dtype=own.dtype), step
 
     ours, theirs = (trained(picks, (9, 4, 2), narrowed) for narrowed in (True, False))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("sizes", [(8, 4, 2), (9, 9, 3)], ids=str)
+def test_examples_weighed_by_the_method(sizes: tuple[int, ...]) -> None:
+    """A full batch whose weights are not all 1 is no plain mean."""
+    x, y, rows = shards(sizes)
+
+    def client(most: tuple[int, ...], rows: Rows) -> Tensor:
+        def step(w: Tensor, batch: Batch) -> Tensor:
+            weight = batch.weight.to(x.dtype)
+            return w + (batch.x.mean(0) if batch.full else (weight @ batch.x) / weight.sum().clamp(min=1))
+
+        batches = Shard(x, y, rows, False, most).batches(2, epochs=2)
+        weighed = (b._replace(weight=b.weight * (1 + 2.0 * (b.x[:, 0] > 0)), full=False) for b in batches)
+        return loop(step, torch.zeros(WIDE, dtype=x.dtype), weighed)
+
+    with torch.no_grad():
+        theirs = vmap(partial(client, ()))(rows)
+        with looping(narrowing):
+            ours = vmap(partial(client, Known.of(sizes, False, Recipe(batch_size=2)).most))(rows)
     torch.testing.assert_close(ours, theirs)
 
 

@@ -26,6 +26,8 @@ from apiece.data.federated import Examples, Ints
 from apiece.errors import ApieceError
 
 _MOST_CLASSES = 1_000_000  # a label beyond is an identifier, and a model's head would not fit in memory
+SPARSE = 10  # labels beyond so many times the classes that are there, and as many more, are names
+FEW = 20  # classes that nobody takes for measurements
 
 
 def from_arrays(x: Any, y: Any, client_ids: Any, classes: int | None = None) -> Examples:
@@ -76,8 +78,8 @@ def from_path(
     _agree(paths, tables)
     with _about(path):
         _some_rows(sum(len(table.x) for table in tables))
-    listed = label_names or next((table.label_names for table in tables if table.label_names), ())
-    names = tuple(listed) or _label_names([table.y for table in tables])
+        listed = label_names or next((table.label_names for table in tables if table.label_names), ())
+        names = tuple(listed) or _label_names([table.y for table in tables])
     labels = []
     for file, table in zip(paths, tables, strict=True):
         with _about(file):
@@ -312,12 +314,27 @@ def _numbers(classes: int) -> tuple[str, ...]:
 
 
 def _label_names(parts: list[NDArray[Any]]) -> tuple[str, ...]:
-    """Of all parts together: ints keep their numbers, strings anywhere make names of all."""
+    """Of all parts together: strings anywhere make names of all; ints keep their numbers, for they count
+    classes from 0, some of which nobody may have. Those that cannot, as years, are names.
+    """
     parts = [part for part in parts if len(part)]
-    if all(part.dtype.kind != "U" for part in parts):
-        largest = max(int(part.max()) for part in parts)
-        return _numbers(min(max(largest, 0) + 1, _MOST_CLASSES))
-    return tuple(sorted({str(value) for part in parts for value in np.unique(part)}))
+    if any(part.dtype.kind == "U" for part in parts):
+        names = sorted({str(value) for part in parts for value in np.unique(part)})
+    else:
+        values = sorted({int(value) for part in parts for value in np.unique(part)})
+        if values[0] < 0 or not SPARSE * (1 + len(values)) < values[-1] < _MOST_CLASSES:
+            return _numbers(min(max(values[-1], 0) + 1, _MOST_CLASSES))
+        names = [str(value) for value in values]
+    _refuse_measurements(names, sum(map(len, parts)))
+    return tuple(names)
+
+
+def _refuse_measurements(labels: Sequence[str], rows: int) -> None:
+    if 2 * len(labels) > rows and len(labels) > FEW and not any(math.isnan(_number(name)) for name in labels):
+        raise ApieceError(
+            f"the labels are {len(labels)} different numbers in {rows} rows, {labels[0]} among them: they "
+            f"are to be classes. Write the class of each row, as a word or a whole number"
+        )
 
 
 def _encode(labels: NDArray[Any], names: tuple[str, ...]) -> Ints:

@@ -96,7 +96,7 @@ def narrowed(step: Step, carry: Any, batch: Batch, first: First) -> None:
 
 def apart(carry: Any, batch: Batch) -> Any:
     """A copy of its own for each client."""
-    clients = clients_of(batch.weight)
+    clients = clients_of(*tree.tensors(batch))
     assert clients is not None
 
     def own(leaf: Any) -> Any:
@@ -111,7 +111,7 @@ def settled(batch: Batch) -> Batch:
     if live is None or not on_host(live) or not live.all():
         return batch
     weight, _ = physical(batch.weight)
-    return batch._replace(live=None, full=bool(weight.all()))
+    return batch._replace(live=None, full=bool((weight == 1).all()))
 
 
 def _live(batch: Batch) -> Tensor | None:

@@ -178,6 +178,9 @@ def _notes(story: Story) -> list[str]:
 def _facts(story: Story) -> str:
     first = results.flat(story.runs[0].experiment)
     differing = results.differing(story.runs)
+    if first.get("partition", "").startswith("natural"):  # `clients` is what would have been dealt to
+        ids = {count.client for count in story.runs[0].partition}
+        first["clients"] = len(ids) if len(ids) == 1 + max(ids, default=-1) else ""  # of a population, a few
     facts = [(name, str(first[name])) for name in FACTS if name in first and name not in differing]
     seeds = sorted({str(run.seed) for run in story.runs if run.seed is not None})
     facts.append(("seeds", ", ".join(seeds) if len(seeds) <= 6 else str(len(seeds))))
