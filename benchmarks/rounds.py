@@ -400,7 +400,7 @@ def profile(rows: list[Row], plan: Plan, rounds: int = 3) -> list[dict[str, Any]
     (row,) = (row for row in rows if row.name == AUTO)
     kinds = torch.profiler.ProfilerActivity
     on_gpu = plan.device.type == "cuda"
-    with torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU]) as record:
+    with torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU], acc_events=True) as record:
         row.run(rounds, plan.device)
     found = []
     for event in record.key_averages():

@@ -3,14 +3,24 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
-from apiece import kernels, random
+from apiece import Method, Recipe, kernels, random
+from apiece.engines.base import Engine
+from apiece.engines.lowering import Direct, Pooled
+from apiece.engines.sequential import Sequential
+from apiece.engines.vectorized import Vectorized
 from apiece.kernels import Geometry
+from apiece.methods.fedavg import FedAvg
+from apiece.methods.maml import MAML
+from apiece.params import Params
+from tests.worlds import CPU, federation, servers
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,6 +112,66 @@ def test_random_numbers() -> None:
         assert torch.equal(numbers, random.uniform(key, (3000,)))
 
 
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(5, 36),
+        nn.Unflatten(1, (1, 6, 6)),
+        nn.Conv2d(1, 3, 3),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(12, 3),
+    )
+
+
+def by_kernels() -> nn.Module:
+    net = convolutional()
+    net[2].__class__, net[3].__class__ = Direct, Pooled  # type: ignore[index]
+    return net
+
+
+@runs
+def test_layers_of_many_clients_and_their_second_derivatives() -> None:
+    layers = [make().to(DEVICE) for make in (by_kernels, convolutional)]
+    x = torch.randn(CLIENTS, 4, 5, device=DEVICE)
+    w = {name: torch.randn(CLIENTS, *p.shape, device=DEVICE) for name, p in layers[0].named_parameters()}
+
+    def derivatives(module: nn.Module) -> list[Tensor]:
+        def value(w: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(module, w, (x,)).sin().sum()
+
+        def steepness(w: dict[str, Tensor], x: Tensor) -> Tensor:
+            return sum((g.square().sum() for g in grad(value)(w, x).values()), torch.zeros((), device=DEVICE))
+
+        return [*vmap(grad(value))(w, x).values(), *vmap(grad(steepness))(w, x).values()]
+
+    for ours, theirs in zip(*map(derivatives, layers), strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.skipif(not kernels.available or not INTERPRETED, reason="engines of a GPU are checked elsewhere")
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedAvg(local=Recipe(lr=0.1, batch_size=2, epochs=2)),
+        MAML(local=Recipe(lr=0.1, batch_size=2, epochs=1)),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_ragged_clients(method: Method) -> None:
+    """Steps narrowed to those who have a batch give what each client alone gives by PyTorch's layers."""
+
+    def trained(engine: Engine, net: Callable[[], nn.Module]) -> Params:
+        training, server = federation(method, engine, (9, 4, 2, 3), 3, net)
+        *_, last = servers(training, server, 2)
+        return last.params
+
+    ours, theirs = trained(Vectorized(CPU, 8), by_kernels), trained(Sequential(CPU, 1), convolutional)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     not kernels.available or torch.cuda.is_available() or INTERPRETED,
     reason="runs where it stands, or nowhere",

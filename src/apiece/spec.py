@@ -44,6 +44,7 @@ class OneBatch(Shard):
 
 def spec(method: Method, task: Task, broadcast: Broadcast, start: Params, x: Tree, y: Tree) -> Spec:
     """What `client_update` would reply to `broadcast`; `x` and `y` are resident arrays of examples."""
+    _start_autograd()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(leaf: object) -> object:
@@ -76,6 +77,15 @@ def spec(method: Method, task: Task, broadcast: Broadcast, start: Params, x: Tre
         raise ApieceError(f"method {type(method).__name__}: client_update must return a Reply, not {found}")
     keep_form(method, client, reply.state)
     return Spec(*tree.map(outline, (reply.update, client, dict(reply.metrics))))
+
+
+def _start_autograd() -> None:
+    """It starts a thread for each GPU at its first gradient, and with threads no process can be forked. Of a
+    PyTorch built for CUDA fake tensors pretend eight GPUs: then it would count those.
+    """
+    with torch.enable_grad():
+        one = torch.ones((), requires_grad=True)
+        torch.autograd.grad(one * one, one)
 
 
 def place(error: Exception, method: Method) -> str:
