@@ -79,6 +79,8 @@ TABLE = Table(
     departures=(
         "LEAF's FEMNIST (3,400 of its 3,597 writers, the last 900 by their ids unseen, a tenth of each one's "
         "images held out) stands for TFF's "
-        "EMNIST-62 (3,400 writers, 671,585 + 77,483): the same source, another crop and split.",
+        "EMNIST-62 (3,400 writers, 671,585 + 77,483): the same source, another crop and split. The unseen "
+        "writers are not like the others: 71 % of their training images are digits, of the others' 44 %, "
+        "and they have 153 each, the others 224.",
     ),
 )

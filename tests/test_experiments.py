@@ -12,6 +12,7 @@ from apiece import Recipe
 from apiece.check import examine
 from apiece.engines.sequential import Sequential
 from apiece.importing import import_object
+from apiece.ledger import Entry, append
 from apiece.methods.fedavg import FedAvg
 from apiece.methods.feddf import FedDF
 from apiece.reproduce import tables
@@ -69,3 +70,16 @@ def test_what_is_the_same_is_run_once(
     known = tables(EXPERIMENTS)
     for mine, theirs in places.items():
         assert known[table].cells[mine].experiment.id == known[other].cells[theirs].experiment.id
+
+
+def test_fine_tuning_starts_from_the_model_nearest_to_the_papers(tmp_path: Path) -> None:
+    nearest = import_object(f"{EXPERIMENTS / 'p3_table2.py'}:nearest", "function")
+    ledger = tmp_path / "p3-table1.jsonl"
+    assert nearest(ledger) == 0
+    initial = {3: 76.0, 4: 74.0, 5: 74.9}
+    described = {"table": "p3-table1", "row": "E=10", "column": "5 clients", "scale": "full", "curves": {}}
+    made = {"seconds": 1.0, "experiment": {}, "commit": "", "when": "", "hardware": "", "versions": {}}
+    others = [Entry(**{**described, "row": "E=2"}, seed=6, numbers={"initial": 74.41}, **made)]
+    mine = [Entry(**described, seed=seed, numbers={"initial": x}, **made) for seed, x in initial.items()]
+    append(ledger, [*others, *mine])
+    assert nearest(ledger) == 4

@@ -399,6 +399,18 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "toy-table" in unknown.err
 
 
+def test_a_cell_that_cannot_be_run_does_not_keep_others_from_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (folder / "toy_table.py").write_text(FILE.replace('partition="iid"', 'partition="classes:200"'))
+    shown = apiece("reproduce", "toy-table", "--only", "first/*", "--seeds", "0", "--device", "cpu")
+    assert shown.code == 2
+    assert "1 cells failed; first/iid" in shown.err
+    entries = ledger.read(tmp_path / "results" / "toy-table.jsonl")
+    assert [(e.row, e.column) for e in entries] == [("first", "two")]
+
+
 def test_the_command_searches(
     open_work: Reproduction, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -31,6 +31,7 @@ from apiece.federation.commands import app as federate
 from apiece.folder import json_text
 from apiece.importing import own_lines
 from apiece.models import MODELS
+from apiece.prepare import loading_once
 from apiece.reproduce_command import reproduce
 from apiece.settings import parse_seeds
 from apiece.terminal import OUTPUT, JsonFlag
@@ -250,13 +251,24 @@ def compare(
     }
     plan = _on_equal_data(plan)
     folder = flags["out"] or _free_folder("compare", base.data)
-    again = f"the same command and --out {folder}"
     runs = [(described, folder / place) for place, described in plan.items()]
     if spread:
+        again = f"the same command and --out {folder}"
         with terminal.bar("runs", len(runs), flags["json"], runs[0][1], again) as tick:
             for done in session.run_spread(runs):
                 tick(done, None)
-    for name in names if not spread else ():
+    else:
+        with loading_once():
+            _run_here(names, runs, folder, flags["json"])
+    terminal.show_runs([place for _, place in runs], folder, flags["json"])
+
+
+def _run_here(
+    names: Sequence[str], runs: Sequence[tuple[Experiment, Path]], folder: Path, quiet: bool
+) -> None:
+    """One after another; on a GPU a method's seeds side by side."""
+    again = f"the same command and --out {folder}"
+    for name in names:
         fresh = [
             (described, place)
             for described, place in runs
@@ -264,13 +276,12 @@ def compare(
         ]
         if len(fresh) > 1 and session.side_by_side(fresh[0][0]):
             title = f"{name} seeds {', '.join(str(described.seed) for described, _ in fresh)}"
-            with terminal.bar(title, fresh[0][0].rounds, flags["json"], folder, again) as tick:
+            with terminal.bar(title, fresh[0][0].rounds, quiet, folder, again) as tick:
                 session.run_replicas(fresh, tick)
-    for described, place in runs if not spread else ():
+    for described, place in runs:
         title = f"{described.method} seed {described.seed}"
-        with terminal.bar(title, described.rounds, flags["json"], place, again) as tick:
+        with terminal.bar(title, described.rounds, quiet, place, again) as tick:
             session.run_or_resume(described, place, tick)
-    terminal.show_runs([place for _, place in runs], folder, flags["json"])
 
 
 @app.command()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import multiprocessing
 import os
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -86,22 +89,41 @@ class Session:
         return found
 
 
+_kept: ContextVar[dict[Hashable, Clients] | None] = ContextVar("data kept", default=None)
+
+
+@contextmanager
+def loading_once() -> Iterator[None]:
+    """Runs of the same data that follow each other load it once: the last one's is kept."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def load_data(experiment: Experiment, examples: Examples | None = None) -> Clients:
-    return datasets.prepare(
-        experiment.data,
-        partition=experiment.partition,
-        clients=experiment.clients,
-        test=experiment.test,
-        unseen=experiment.unseen,
-        key=random.fold(experiment.partition_seed, "partition"),
-        proxy=experiment.proxy,
-        testers=experiment.testers,
-        unseen_pick=experiment.unseen_pick,
-        data_dir=experiment.data_dir,
-        client_column=experiment.client_column,
-        label_column=experiment.label_column,
-        examples=examples,
-    )
+    asked: dict[str, Any] = {
+        "partition": experiment.partition,
+        "clients": experiment.clients,
+        "test": experiment.test,
+        "unseen": experiment.unseen,
+        "key": random.fold(experiment.partition_seed, "partition"),
+        "proxy": experiment.proxy,
+        "testers": experiment.testers,
+        "unseen_pick": experiment.unseen_pick,
+        "data_dir": experiment.data_dir,
+        "client_column": experiment.client_column,
+        "label_column": experiment.label_column,
+    }
+    kept = _kept.get()
+    if kept is None or examples is not None:
+        return datasets.prepare(experiment.data, **asked, examples=examples)
+    key = experiment.data, *asked.values()
+    if key not in kept:
+        kept.clear()
+        kept[key] = datasets.prepare(experiment.data, **asked)
+    return kept[key]
 
 
 def prepare(
@@ -285,11 +307,9 @@ def _newcomers(name: str, experiment: Experiment, federation: Federation) -> Fed
 
 def fingerprint(data: Clients) -> str:
     """A hash of the examples that are in memory when a few clients' are: of all, where they are resident."""
-    digest = hashlib.sha256()
-    held = data.kept.take(range(min(data.population, WITNESSES)))
-    for array in (*tree.leaves(held.x), held.y):
-        digest.update(array.cpu().numpy())
-    return digest.hexdigest()[:16]
+    kept = data.kept
+    held = kept if isinstance(kept, Federated) else kept.take(range(min(data.population, WITNESSES)))
+    return held.digest
 
 
 def _engines(task: Task, experiment: Experiment, data: Clients) -> dict[str, str]:

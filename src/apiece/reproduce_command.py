@@ -10,6 +10,7 @@ import typer
 from apiece import reproduce as papers
 from apiece import terminal
 from apiece.errors import ApieceError, unknown
+from apiece.prepare import loading_once
 from apiece.settings import parse_seeds
 from apiece.terminal import JsonFlag
 
@@ -93,7 +94,8 @@ def _reproduced(
     work: papers.Reproduction, missing: dict[papers.Place, list[int]], jobs: int, quiet: bool
 ) -> dict[papers.Place, BaseException]:
     """Train and measure cells; those that failed."""
-    failed, place, again = {}, work.ledger, "the same command"
+    failed: dict[papers.Place, BaseException] = {}
+    place, again = work.ledger, "the same command"
     if jobs > 1:
         with terminal.bar(work.table.id, len(missing), quiet, place.parent, again, place.name) as tick:
             for done, (cell, found) in enumerate(papers.run_all(work, missing, jobs), 1):
@@ -101,10 +103,14 @@ def _reproduced(
                     failed[cell] = found
                 tick(done, None)
         return failed
-    for cell, left in missing.items():
-        rounds = work.table.at(cell, work.scale).rounds
-        with terminal.bar("/".join(cell), rounds, quiet, place.parent, again, place.name) as tick:
-            work.run(cell, left, tick)
+    with loading_once():
+        for cell, left in missing.items():
+            rounds = work.table.at(cell, work.scale).rounds
+            try:
+                with terminal.bar("/".join(cell), rounds, quiet, place.parent, again, place.name) as tick:
+                    work.run(cell, left, tick)
+            except ApieceError as error:  # what is wrong with one cell is not wrong with the others
+                failed[cell] = error
     return failed
 
 
@@ -112,13 +118,18 @@ def _searched(
     work: papers.Reproduction, places: list[papers.Place], jobs: int, quiet: bool
 ) -> dict[papers.Place, BaseException]:
     """Carry out searches; those that failed."""
-    failed, title = {}, f"{work.table.id} searches"
-    with terminal.bar(
+    failed: dict[papers.Place, BaseException] = {}
+    title = f"{work.table.id} searches"
+    bar = terminal.bar(
         title, len(places), quiet, work.searches.parent, "the same command", work.searches.name
-    ) as tick:
+    )
+    with bar as tick, loading_once():
         if jobs == 1:
             for done, place in enumerate(places, 1):
-                work.search(place, lambda trials: None)
+                try:
+                    work.search(place, lambda trials: None)
+                except ApieceError as error:
+                    failed[place] = error
                 tick(done, None)
         else:
             for done, (place, found) in enumerate(papers.search_all(work, places, jobs), 1):

@@ -12,6 +12,8 @@ from apiece import data as datasets
 from apiece.data import Examples, federate, load, partition_table, prepare, toy
 from apiece.data.federated import Ragged, generator
 from apiece.errors import ApieceError
+from apiece.experiment import Experiment
+from apiece.prepare import fingerprint, load_data, loading_once
 
 
 def examples(n: int) -> Examples:
@@ -352,3 +354,24 @@ def test_the_partition_table_counts_the_characters_of_texts():
         (0, "p", 1, "train", 2, 2),
         (1, "q", 1, "train", 1, 3),
     ]
+
+
+def test_runs_of_the_same_data_load_it_once():
+    first = Experiment(clients=8)
+    with loading_once():
+        kept = load_data(first)
+        assert load_data(replace(first, method="reptile", seed=1)) is kept
+        other = load_data(replace(first, partition_seed=1))
+        assert other is not kept
+        assert load_data(replace(first, partition_seed=1, rounds=3)) is other
+        again = load_data(first)
+        assert again is not kept, "the last one's alone is kept"
+    assert load_data(first) is not again
+    assert fingerprint(again) == fingerprint(kept) == fingerprint(other)
+
+
+def test_a_copy_on_a_device_has_the_same_digest_and_other_examples_another():
+    data = load_data(Experiment(clients=8))
+    assert data.to(torch.device("cpu")).digest == data.digest
+    assert replace(data, y=data.y.roll(1)).digest != data.digest
+    assert replace(data, x=data.x + 1.0).digest != data.digest

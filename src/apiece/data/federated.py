@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -173,7 +174,9 @@ class Federated(Clients):
         return train[at + 1] - train[at], test[at + 1] - test[at]
 
     def to(self, device: torch.device) -> Federated:
-        return self._changed(x=tree.to(self.x, device), y=self.y.to(device))
+        other = self._changed(x=tree.to(self.x, device), y=self.y.to(device))
+        vars(other)["digest"] = self.digest  # a device would have to send all of them back
+        return other
 
     def redealt(self, train: Ragged) -> Federated:
         """With other training rows of the same arrays."""
@@ -190,6 +193,14 @@ class Federated(Clients):
         """y on the host."""
         labels: Ints = self.y.cpu().numpy()
         return labels
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the examples."""
+        found = hashlib.sha256()
+        for array in (*tree.leaves(self.x), self.y):
+            found.update(array.cpu().numpy())
+        return found.hexdigest()[:16]
 
     def counts(self, rows: Ints) -> Ints:
         """How many of the rows are of each class; where an example has many labels, how many labels are."""
