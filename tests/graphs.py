@@ -35,7 +35,7 @@ class Graph(TorchDispatchMode):
         self._made: dict[int, Tensor] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
-    def capture_begin(self, pool: object = None) -> None:
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         self.__enter__()
 
     def capture_end(self) -> None:

@@ -129,8 +129,9 @@ class Descent:
         parts, uses = self._gradient(objective, params, together)
         if live is not None:
             # Dropped, for 0 times what is not finite would be NaN.
-            parts = [None if part is None else part.masked_fill(~live, 0.0) for part in parts]
-            uses = [use._replace(x=use.x.masked_fill(~live, 0.0)) for use in uses]
+            nothing = torch.zeros((), device=live.device)
+            parts = [None if part is None else torch.where(live, part, nothing) for part in parts]
+            uses = [use._replace(x=torch.where(live, use.x, nothing)) for use in uses]
         return self._moved(params, parts, uses, together)
 
     def _moved(self, params: Params, parts: list[Tensor | None], uses: list[_Use], together: bool) -> Params:

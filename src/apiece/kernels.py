@@ -299,12 +299,15 @@ if available:
         place = (client * parts + part) * size * O + k[:, None] * O + o[None, :]
         tl.store(dw + place, total, mask=(k < size)[:, None] & (o < O)[None, :])
 
-    @triton.jit(do_not_specialize=["count"])  # another number of clients is no other kernel to compile
+    # Another number of clients is no other kernel to compile; but how many entries an image has is known, so
+    # that they are read and written several at once.
+    @triton.jit(do_not_specialize=["images"])
     def _pool(
-        x, y, index, image, down, across, channel, count, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+        x, y, index, image, down, across, channel, images, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
         K: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """The largest entry of each K × K window, and which it is: the first of several, NaN before all."""
+        count = images.to(tl.int64) * (H * W * C)
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         c, v, h, b = at % C, at // C % W, at // (C * W) % H, at // (C * W * H)
         start = x + b * image + h * K * down + v * K * across + c * channel
@@ -317,12 +320,13 @@ if available:
         tl.store(y + at, best, mask=at < count)
         tl.store(index + at, which.to(tl.int8), mask=at < count)
 
-    @triton.jit(do_not_specialize=["count"])  # another number of clients is no other kernel to compile
+    @triton.jit(do_not_specialize=["images"])
     def _unpool(
-        dy, index, dx, image, down, across, channel, count, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-        HP: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+        dy, index, dx, image, down, across, channel, images, H: tl.constexpr, W: tl.constexpr,
+        C: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """dx: what lies at each window's chosen entry is dy, all else is zero."""
+        count = images.to(tl.int64) * (H * W * C)
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         c, v, h, b = at % C, at // C % W, at // (C * W) % H, at // (C * W * H)
         inside = (at < count) & (h // K < HP) & (v // K < WP)
@@ -401,7 +405,7 @@ def _of_few(x: Tensor, dy: Tensor, g: Geometry) -> Tensor:
     clients, rows, entries = len(x), g.images * g.height * g.width, g.kernel[0] * g.kernel[1] * g.C
     bk, bo, bm = 32, _power(g.O, 16, 64), 64
     tiles = triton.cdiv(entries, bk) * triton.cdiv(g.O, bo)
-    parts = min(8, triton.cdiv(rows, 8 * bm))  # each program is to have some rows to add up
+    parts = min(32, triton.cdiv(rows, 8 * bm))  # each program is to have some rows to add up
     dw = x.new_empty((clients, parts, *g.kernel, g.C, g.O))
     if _real(dw):
         grid = tiles, parts, clients
@@ -417,7 +421,7 @@ def pool(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     if y.numel() and _real(y):
         block = 1024
         grid = (triton.cdiv(y.numel(), block),)
-        _pool[grid](x, y, index, *x.stride(), y.numel(), *y.shape[1:], size, block)
+        _pool[grid](x, y, index, *x.stride(), *y.shape, size, block)
     return y, index
 
 
@@ -427,6 +431,5 @@ def unpool(dy: Tensor, index: Tensor, shape: tuple[int, ...], size: int) -> Tens
     if dx.numel() and _real(dx):
         block = 1024
         grid = (triton.cdiv(dx.numel(), block),)
-        sizes = (*dx.shape[1:], *dy.shape[1:3], size, block)
-        _unpool[grid](dy, index, dx, *dy.stride(), dx.numel(), *sizes)
+        _unpool[grid](dy, index, dx, *dy.stride(), *dx.shape, *dy.shape[1:3], size, block)
     return dx

@@ -145,10 +145,7 @@ def prepare(
     remote = inside(experiment.engine) != ""
     asked = experiment.device if choice is None else choice.device
     device = CPU if remote else pick_device(asked)  # the server's, and the clients' unless on a cluster
-    if device == CPU:
-        keep_memory()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = experiment.precision == "tf32"
-    torch.backends.cudnn.deterministic = True
+    _settle(device, experiment.precision)
     data = load_data(experiment, examples) if dealt is None else dealt
     _check(experiment, data)
     experiment = experiment.resolved(len(data.seen_ids), data.partition)
@@ -222,6 +219,16 @@ def prepare(
     return Session(
         experiment, choice, engine, federation, replace(training, engine=engine), server, record, also
     )
+
+
+def _settle(device: torch.device, precision: str) -> None:
+    """What holds for the whole process."""
+    if device == CPU:
+        keep_memory()
+    elif device.index is not None:  # streams and Triton's kernels are the current device's
+        torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.deterministic = True
 
 
 def _check(experiment: Experiment, data: Clients) -> None:

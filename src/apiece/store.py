@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from apiece import tree
+from apiece.data.arena import placed
 from apiece.errors import ApieceError
 from apiece.tree import Tree
 
@@ -99,7 +100,7 @@ class Store:
         """States with a first axis of clients; of a client not known, anything."""
         if self.mapped:
             return tree.to(self._tree(self._latest(np.asarray(ids))), self.device)
-        return tree.take(self._all(), torch.as_tensor(list(ids), device=self.device))
+        return tree.take(self._all(), placed(np.asarray(ids, dtype=np.int64), self.device))
 
     def put(self, ids: Sequence[int], states: Tree) -> None:
         """New states, provisional until `commit`."""
@@ -166,7 +167,7 @@ class Store:
         return self._resident
 
     def _scatter(self, ids: Ints, states: Tree) -> None:
-        index = torch.as_tensor(ids, device=self.device)
+        index = placed(ids, self.device)
         tree.map(lambda mine, new: mine.index_copy_(0, index, new.to(mine)), self._all(), states)
 
     def _latest(self, ids: Ints) -> Bytes:

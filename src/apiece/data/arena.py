@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +53,12 @@ def copied(examples: Tree, rows: NDArray[np.int64], device: torch.device) -> Tre
     room = _empty(examples, len(rows), device)
     _copy(examples, rows, room)
     return room
+
+
+def placed(array: NDArray[Any], device: torch.device) -> Tensor:
+    """An array on the device, without waiting for what the device is doing."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _empty(examples: Tree, count: int, device: torch.device) -> Tree:

@@ -17,12 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from apiece import random, tree
 from apiece.batched import on_host
-from apiece.data.arena import Arena
+from apiece.data.arena import Arena, placed
 from apiece.data.federated import Clients, Ragged
 from apiece.method import MEAN, Broadcast, Method, Reduce, Round, Stacked
 from apiece.optim import Recipe
@@ -159,12 +158,6 @@ def cut(
         chunks.insert(0, order[begin:end])
         end = begin
     return chunks
-
-
-def placed(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on the device, without waiting for what the device is doing."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class Known(NamedTuple):

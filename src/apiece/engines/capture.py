@@ -14,13 +14,14 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import operator
 import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -94,6 +95,15 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
+def begun(pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph that is being recorded. Kernels may be loaded meanwhile: of a step whose tensors lie otherwise
+    than before, Triton compiles others.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+    return graph
+
+
 class _Tape:
     """A recording while it is made: graphs, and steps that are replayed between them.
 
@@ -107,8 +117,7 @@ class _Tape:
         self._met: set[int] = set()  # the memory that batches lie in
 
     def begin(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool)
+        self._graph = begun(self._pool)
 
     def end(self) -> None:
         graph, self._graph = self._graph, None
@@ -118,8 +127,7 @@ class _Tape:
 
     def record(self, action: Action) -> Action:
         self.end()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._of_steps)
+        graph = begun(self._of_steps)
         try:
             action()
         finally:
@@ -159,10 +167,9 @@ class _Steps:
 
     def record(self, action: Action) -> Action:
         # As `torch.cuda.graph` does, without emptying caches and collecting garbage, which take longer.
-        graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), _undisturbed():
-            graph.capture_begin(pool=self._pool)
+            graph = begun(self._pool)
             try:
                 action()
             finally:
@@ -305,13 +312,24 @@ def stairs(most: Sequence[int], unit: int = 1) -> list[int]:
     So the first bound, the slope and the number of clients tell them all, and recordings serve many chunks.
     """
     count = ceiling(len(most))
-    edges = [count * eighth // 8 for eighth in range(9)]
-    lengths = [end - begin for begin, end in pairwise(edges)]
-    least = [math.ceil(most[begin] / unit) if begin < len(most) else 0 for begin in edges[:8]]
-    heights = ([math.ceil(ceiling(least[0]) * share) for share in slope] for slope in SLOPES)
-    above = [each for each in heights if all(h >= m for h, m in zip(each, least, strict=True))]
-    nearest = min(above, key=lambda each: sum(h * n for h, n in zip(each, lengths, strict=True)))
-    return [h * unit for h, n in zip(nearest, lengths, strict=True) for _ in range(n)]
+    begins = (count * eighth // 8 for eighth in range(8))
+    least = tuple(math.ceil(most[at] / unit) if at < len(most) else 0 for at in begins)
+    return [h * unit for h, n in _nearest(count, least) for _ in range(n)]
+
+
+@lru_cache(maxsize=1 << 14)  # many ways to cut a cohort are weighed in every round
+def _nearest(count: int, least: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The lowest flight that is nowhere below `least`, and how many clients each of its steps has."""
+    lengths = [end - begin for begin, end in pairwise(count * eighth // 8 for eighth in range(9))]
+    above = (flight for flight in _flights(ceiling(least[0])) if all(map(operator.ge, flight, least)))
+    lowest = min(above, key=lambda flight: sum(map(operator.mul, flight, lengths)))
+    return list(zip(lowest, lengths, strict=True))
+
+
+@lru_cache(maxsize=1 << 10)
+def _flights(first: int) -> list[tuple[int, ...]]:
+    """Along each of the SLOPES."""
+    return [tuple(math.ceil(first * share) for share in slope) for slope in SLOPES]
 
 
 def _rounded(program: Program, clients: tuple[Tree, ...], count: int) -> tuple[Program, tuple[Tree, ...]]:
