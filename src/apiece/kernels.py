@@ -71,7 +71,7 @@ if available:
 
     @triton.jit
     def _windows(
-        x, m, k, rows: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, HO: tl.constexpr,
+        x, m, k, rows, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, HO: tl.constexpr,
         WO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
         PH: tl.constexpr, PW: tl.constexpr,
     ):  # fmt: skip
@@ -85,7 +85,9 @@ if available:
         place = ((image * H)[:, None] + down) * W + across
         return tl.load(x + place * C + c[None, :], mask=inside, other=0.0)
 
-    @triton.jit
+    # Another number of images or clients is no other kernel to compile. But how many entries an image has is
+    # known, so that they are read and written several at once.
+    @triton.jit(do_not_specialize=["images"])
     def _conv(
         x,
         w,
@@ -94,7 +96,7 @@ if available:
         x_client,
         w_client,
         bias_client,
-        rows: tl.constexpr,
+        images,
         H: tl.constexpr,
         W: tl.constexpr,
         C: tl.constexpr,
@@ -113,6 +115,7 @@ if available:
         BK: tl.constexpr,
     ):
         """y[image, h, v] = Σ over i, j, c of x[image, h·S + i − P, v·S + j − P, c] · w[i, j, c] + bias."""
+        rows = images * (HO * WO)
         client = tl.program_id(2).to(tl.int64)
         m = tl.program_id(0) * BM + tl.arange(0, BM)
         o = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -150,14 +153,14 @@ if available:
         place = client * rows * O + m[:, None] * O + o[None, :]
         tl.store(y + place, total, mask=(m < rows)[:, None] & (o < O)[None, :])
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["images"])
     def _conv_to_input(
         dy,
         w,
         dx,
         dy_client,
         w_client,
-        rows: tl.constexpr,
+        images,
         H: tl.constexpr,
         W: tl.constexpr,
         C: tl.constexpr,
@@ -176,6 +179,7 @@ if available:
         BK: tl.constexpr,
     ):
         """dx[image, h, v, c] = Σ over the taps and o that read it of dy[image, h', v', o] · w[tap, c, o]."""
+        rows = images * (H * W)
         client = tl.program_id(2).to(tl.int64)
         m = tl.program_id(0) * BM + tl.arange(0, BM)
         c = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -203,14 +207,14 @@ if available:
         place = client * rows * C + m[:, None] * C + c[None, :]
         tl.store(dx + place, total, mask=(m < rows)[:, None] & (c < C)[None, :])
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["images"])
     def _conv_to_weight(
         x,
         dy,
         dw,
         x_client,
         dy_client,
-        rows: tl.constexpr,
+        images,
         H: tl.constexpr,
         W: tl.constexpr,
         C: tl.constexpr,
@@ -229,6 +233,7 @@ if available:
         BM: tl.constexpr,
     ):
         """dw[tap, c, o] = Σ over image, h, v of x[image, h·S + i − P, v·S + j − P, c] · dy[image, h, v, o]"""
+        rows = images * (HO * WO)
         client, tap = tl.program_id(2).to(tl.int64), tl.program_id(0)
         blocks: tl.constexpr = (O + BO - 1) // BO
         c = tl.program_id(1) // blocks * BC + tl.arange(0, BC)
@@ -254,15 +259,15 @@ if available:
         place = client * KH * KW * C * O + (tap * C + c)[:, None] * O + o[None, :]
         tl.store(dw + place, total, mask=(c < C)[:, None] & (o < O)[None, :])
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["images", "parts"])
     def _few_to_weight(
         x,
         dy,
         dw,
         x_client,
         dy_client,
-        parts: tl.constexpr,
-        rows: tl.constexpr,
+        parts,
+        images,
         H: tl.constexpr,
         W: tl.constexpr,
         C: tl.constexpr,
@@ -281,6 +286,7 @@ if available:
         BM: tl.constexpr,
     ):
         """The same for few channels: dw[k, o] of a part of the outputs, k the entries of a window."""
+        rows = images * (HO * WO)
         client, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
         blocks: tl.constexpr = (O + BO - 1) // BO
         size: tl.constexpr = KH * KW * C
@@ -299,8 +305,6 @@ if available:
         place = (client * parts + part) * size * O + k[:, None] * O + o[None, :]
         tl.store(dw + place, total, mask=(k < size)[:, None] & (o < O)[None, :])
 
-    # Another number of clients is no other kernel to compile; but how many entries an image has is known, so
-    # that they are read and written several at once.
     @triton.jit(do_not_specialize=["images"])
     def _pool(
         x, y, index, image, down, across, channel, images, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
@@ -374,7 +378,7 @@ def conv(x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> Tensor:
     grid = triton.cdiv(rows, bm), triton.cdiv(g.O, bn), clients
     if _real(y):
         strides = (x.stride(0), w.stride(0), bias.stride(0))
-        _conv[grid](x, w, bias, y, *strides, rows, *_sizes(g), bm, bn, bk)
+        _conv[grid](x, w, bias, y, *strides, g.images, *_sizes(g), bm, bn, bk)
     return y
 
 
@@ -385,19 +389,19 @@ def conv_to_input(dy: Tensor, w: Tensor, g: Geometry) -> Tensor:
     bm = _tall(rows, 128)
     grid = triton.cdiv(rows, bm), triton.cdiv(g.C, bn), clients
     if _real(dx):
-        _conv_to_input[grid](dy, w, dx, dy.stride(0), w.stride(0), rows, *_sizes(g), bm, bn, bk)
+        _conv_to_input[grid](dy, w, dx, dy.stride(0), w.stride(0), g.images, *_sizes(g), bm, bn, bk)
     return dx
 
 
 def conv_to_weight(x: Tensor, dy: Tensor, g: Geometry) -> Tensor:
-    clients, rows, taps = len(x), g.images * g.height * g.width, g.kernel[0] * g.kernel[1]
+    clients, taps = len(x), g.kernel[0] * g.kernel[1]
     if _few(g):
         return _of_few(x, dy, g)
     dw = x.new_empty((clients, *g.kernel, g.C, g.O))
     bc, bo, bm = _power(g.C, 16, 64), _power(g.O, 16, 64), 64
     grid = taps, triton.cdiv(g.C, bc) * triton.cdiv(g.O, bo), clients
     if _real(dw):
-        _conv_to_weight[grid](x, dy, dw, x.stride(0), dy.stride(0), rows, *_sizes(g), bc, bo, bm)
+        _conv_to_weight[grid](x, dy, dw, x.stride(0), dy.stride(0), g.images, *_sizes(g), bc, bo, bm)
     return dw
 
 
@@ -409,7 +413,7 @@ def _of_few(x: Tensor, dy: Tensor, g: Geometry) -> Tensor:
     dw = x.new_empty((clients, parts, *g.kernel, g.C, g.O))
     if _real(dw):
         grid = tiles, parts, clients
-        _few_to_weight[grid](x, dy, dw, x.stride(0), dy.stride(0), parts, rows, *_sizes(g), bk, bo, bm)
+        _few_to_weight[grid](x, dy, dw, x.stride(0), dy.stride(0), parts, g.images, *_sizes(g), bk, bo, bm)
     return dw[:, 0] if parts == 1 else dw.sum(1)
 
 
