@@ -1,7 +1,9 @@
 """Replicas that go together against each of them alone."""
 
 import json
+import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +23,12 @@ from apiece.methods.fedec import FedEC
 from apiece.methods.l2gd import L2GD
 from apiece.methods.scaffold import Scaffold
 from apiece.random import fold
-from apiece.session import run_replicas
+from apiece.session import run_or_resume_replicas, run_replicas
 from apiece.store import Store
 from apiece.train import Training, together
 from apiece.tree import Tree
 from tests import graphs
+from tests.killing import differences
 from tests.worlds import CPU, federation
 
 SIZES = (7, 23, 0, 12, 4, 30)
@@ -144,19 +147,66 @@ def test_folders_are_those_of_separate_runs(tmp_path: Path) -> None:
             resume(one)
 
 
-def test_an_interrupted_replica_goes_on_alone(tmp_path: Path) -> None:
-    experiment = Experiment(
-        clients=8, cohort=3, rounds=4, evaluate_every=2, checkpoint_every=2, engine="vectorized", threads=1
-    )
-    seeds = (experiment, replace(experiment, seed=1))
-    run_replicas(list(zip(seeds, (tmp_path / "whole", tmp_path / "other"), strict=True)))
+INTERRUPTED = Experiment(
+    clients=8, cohort=3, rounds=6, evaluate_every=2, checkpoint_every=2, engine="vectorized", threads=1
+)
+
+
+def interrupted(folder: Path, seeds: Sequence[int], at: int) -> list[tuple[Experiment, Path]]:
+    """Replicas that are stopped when so many rounds are done; the last checkpoint is of an even number."""
+    runs = [(replace(INTERRUPTED, seed=seed), folder / str(seed)) for seed in seeds]
 
     def stop(done: int, scores: object) -> None:
-        if done == 3:
+        if done == at:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_replicas(list(zip(seeds, (tmp_path / "a", tmp_path / "b"), strict=True)), stop)
-    resume(tmp_path / "a")
-    ours, theirs = (load_file(tmp_path / name / "model" / "initial.safetensors") for name in ("a", "whole"))
-    assert_close(ours, theirs)
+        run_replicas(runs, stop)
+    return runs
+
+
+def model(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "initial.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    run_replicas([(replace(INTERRUPTED, seed=seed), folder / str(seed)) for seed in SEEDS])
+    return folder
+
+
+def test_an_interrupted_replica_goes_on_alone(tmp_path: Path, whole: Path) -> None:
+    (_, folder), *_ = interrupted(tmp_path, SEEDS, 3)
+    resume(folder)
+    assert_close(model(folder), model(whole / folder.name))
+
+
+def test_interrupted_replicas_go_on_side_by_side(tmp_path: Path, whole: Path) -> None:
+    """Rounds 2 to 6 are gone through once; files are those of replicas that were never interrupted."""
+    runs = interrupted(tmp_path, SEEDS, 3)
+    rounds: list[int] = []
+    run_or_resume_replicas(runs, lambda done, scores: rounds.append(done))
+    assert rounds == [2, 3, 4, 5, 6]
+    for _, folder in runs:
+        assert differences(folder, whole / folder.name) == []
+
+
+def test_those_with_a_checkpoint_less_go_first(tmp_path: Path, whole: Path) -> None:
+    runs = interrupted(tmp_path, SEEDS, 5)
+    shutil.rmtree(tmp_path / str(SEEDS[1]) / "checkpoint" / "round-000004")
+    run_or_resume_replicas(runs)
+    for _, folder in runs:
+        assert_close(model(folder), model(whole / folder.name))
+        assert json.loads((folder / "summary.json").read_text())["rounds"] == 6
+
+
+def test_what_is_not_begun_is_run_side_by_side_too(tmp_path: Path, whole: Path) -> None:
+    runs = interrupted(tmp_path, SEEDS[:1], 3)
+    both = [*runs, *((replace(INTERRUPTED, seed=seed), tmp_path / str(seed)) for seed in SEEDS[1:])]
+    rounds: list[int] = []
+    run_or_resume_replicas(both, lambda done, scores: rounds.append(done))
+    assert rounds == list(range(7))
+    assert [(folder / "summary.json").exists() for _, folder in both] == [False, True, True]
+    for _, folder in both[1:]:
+        assert_close(model(folder), model(whole / folder.name))

@@ -269,15 +269,15 @@ def _run_here(
     """One after another; on a GPU a method's seeds side by side."""
     again = f"the same command and --out {folder}"
     for name in names:
-        fresh = [
+        due = [
             (described, place)
             for described, place in runs
-            if described.method == name and not (place / "experiment.toml").exists()
+            if described.method == name and not (place / "summary.json").exists()
         ]
-        if len(fresh) > 1 and session.side_by_side(fresh[0][0]):
-            title = f"{name} seeds {', '.join(str(described.seed) for described, _ in fresh)}"
-            with terminal.bar(title, fresh[0][0].rounds, quiet, folder, again) as tick:
-                session.run_replicas(fresh, tick)
+        if len(due) > 1 and session.side_by_side(due[0][0]):
+            title = f"{name} seeds {', '.join(str(described.seed) for described, _ in due)}"
+            with terminal.bar(title, due[0][0].rounds, quiet, folder, again) as tick:
+                session.run_or_resume_replicas(due, tick)
     for described, place in runs:
         title = f"{described.method} seed {described.seed}"
         with terminal.bar(title, described.rounds, quiet, place, again) as tick:

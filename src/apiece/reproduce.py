@@ -313,9 +313,8 @@ class Reproduction:
 
     def _trained(self, place: Place, seeds: Sequence[int], progress: session.Progress) -> list[Path]:
         plan = self.planned(place, seeds, progress)
-        fresh = [(e, folder) for e, folder in plan if not (folder / "experiment.toml").exists()]
-        if len(fresh) > 1 and not self.table.cells[place].redeal and _side_by_side(fresh[0][0]):
-            session.run_replicas(fresh, progress)
+        if len(plan) > 1 and not self.table.cells[place].redeal and _side_by_side(plan[0][0]):
+            session.run_or_resume_replicas(plan, progress)
         for experiment, folder in plan:
             if not (folder / "summary.json").exists():
                 session.run_or_resume(experiment, folder, progress)

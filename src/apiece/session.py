@@ -116,6 +116,34 @@ def run_replicas(
         return carry_out(sessions[0], progress, *sessions[1:])
 
 
+def run_or_resume_replicas(
+    runs: Sequence[tuple[Experiment, Path]], progress: Progress = lambda done, scores: None
+) -> None:
+    """Side by side, where there are several: those not begun yet, and those interrupted that chose alike.
+
+    `run_or_resume` does what is left.
+    """
+    fresh = [(experiment, folder) for experiment, folder in runs if not (folder / "experiment.toml").exists()]
+    interrupted: dict[str, list[Path]] = {}
+    for _, folder in runs:
+        if (folder / "engine.json").exists() and not (folder / "summary.json").exists():
+            interrupted.setdefault((folder / "engine.json").read_text(), []).append(folder)
+    if len(fresh) > 1:
+        run_replicas(fresh, progress)
+    for folders in interrupted.values():
+        if len(folders) > 1:
+            _resume_replicas(folders, progress)
+
+
+def _resume_replicas(folders: Sequence[Path], progress: Progress) -> None:
+    sessions: list[Session] = []
+    with ExitStack() as locks:
+        for folder in folders:
+            locks.enter_context(files.locked(folder))
+            sessions.append(reopen(folder, sessions[0] if sessions else None))
+        carry_out(sessions[0], progress, *sessions[1:])
+
+
 def _describe(session: Session) -> None:
     """What is known before round 0, into the run's folder."""
     folder = session.record.folder
@@ -169,8 +197,8 @@ def run_spread(runs: Sequence[tuple[Experiment, Path]]) -> Iterator[int]:
     yield from (done for done, _ in enumerate(spread(run_or_resume, orders, cluster), 1))
 
 
-def reopen(folder: Path) -> Session:
-    """The session of a run folder, with the engine it recorded."""
+def reopen(folder: Path, beside: Session | None = None) -> Session:
+    """The session of a run folder, with the engine it recorded; `beside` another that recorded the same."""
     if not (folder / "experiment.toml").exists():
         raise ApieceError(f"{folder} holds no run: there is no experiment.toml in it")
     if (folder / "federation.json").exists():
@@ -195,7 +223,7 @@ def reopen(folder: Path) -> Session:
             f"the code of {experiment.method!r} or {experiment.model!r} has changed since {folder} was "
             f"begun: what it left would be taken for another's. Put it back, or start a new run."
         )
-    session = prepare(experiment, folder, choice)
+    session = prepare(experiment, folder, choice, beside=beside)
     rows = _partition(session)
     if choice is None:
         files.write_csv(folder / "partition.csv", PARTITION_COLUMNS, rows)
@@ -315,14 +343,19 @@ class _Book:
 
 @torch.no_grad()
 def carry_out(session: Session, progress: Progress, *beside: Session) -> list[Result]:
-    """All rounds from the last checkpoint on; of replicas `beside` it in the same program."""
-    for each in (session, *beside):
-        each.record.beside = 1 + len(beside)
+    """All rounds from the last checkpoint on; of replicas `beside` it in the same program.
+
+    A kill may have hit them when some had a checkpoint more than others: then these go first.
+    """
     books = [_Book(session, progress), *(_Book(other, lambda done, scores: None) for other in beside)]
-    trainings, servers = [book.session.training for book in books], [book.server for book in books]
-    for closed in together(trainings, servers, books[0].begin, session.experiment.rounds):
-        for book, one in zip(books, closed, strict=True):
-            book.close(one)
+    for begin in sorted({book.begin for book in books}):
+        level = [book for book in books if book.begin == begin]
+        for book in level:
+            book.session.record.beside = len(level)
+        trainings, servers = [book.session.training for book in level], [book.server for book in level]
+        for closed in together(trainings, servers, begin, session.experiment.rounds):
+            for book, one in zip(level, closed, strict=True):
+                book.close(one)
     return [book.end() for book in books]
 
 
