@@ -334,11 +334,30 @@ def test_the_pages_show_every_cell(work: Reproduction) -> None:
     assert "| two | then | not run |  |  |  |" in text
     assert "99.00" not in text
     assert "- Found: Higher than printed.\n- As it pleases.\n- Departure: None.\n" in text
+    assert "| [toy-table](#toy-table) | Nobody 2020, Table 0 | A toy | 2 of 4 |" in text
     page = results_page.html({"toy-table": work.table}, {"toy-table": ENTRIES}, {"toy-table": []})
     assert "52.00 ± 1.41" in page
+    assert '<a href="#toy-table">Nobody 2020, Table 0</a>: A toy. 2 of 4 cells.' in page
     assert page.count("<svg") > 1
     assert "<li>Found: Higher than printed.</li>" in page
     assert "abc" in page
+
+
+def test_columns_of_which_nothing_was_run_stand_behind_the_others(work: Reproduction) -> None:
+    """And what is told of their rows' differences waits until there is some."""
+    gain = work.table.gains[0]
+    table = replace(work.table, gains=(gain, gain._replace(column="two")))
+    assert [name for name, _ in results_page.gains(table, ENTRIES)] == ["then − first, iid: initial"]
+    text = results_page.markdown({"toy-table": table}, {"toy-table": ENTRIES}, {"toy-table": []})
+    begun, waiting = text.split("<details><summary>Not run yet: two (2 cells)</summary>")
+    assert "| iid | first |" in begun
+    assert "| two |" not in begun
+    assert "| two | first | not run |" in waiting.split("</details>")[0]
+    page = results_page.html({"toy-table": table}, {"toy-table": ENTRIES}, {"toy-table": []})
+    assert "<details><summary>Not run yet: two (2 cells)</summary>" in page
+    whole = [*ENTRIES, *(e._replace(column="two") for e in ENTRIES)]
+    for made in (results_page.markdown, results_page.html):
+        assert "<details>" not in made({"toy-table": table}, {"toy-table": whole}, {"toy-table": []})
 
 
 def test_the_pages_show_the_settings_found_and_the_effort(work: Reproduction) -> None:

@@ -76,10 +76,22 @@ def lines(table: Table, entries: Sequence[Entry]) -> list[Line]:
     return found
 
 
+def _begun(listed: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """(the columns of which something was run, the others)."""
+    columns = {line.place[1] for line in listed if line.seeds}
+    return [one for one in listed if one.place[1] in columns], [
+        one for one in listed if one.place[1] not in columns
+    ]
+
+
 def gains(table: Table, entries: Sequence[Entry]) -> list[tuple[str, Figure]]:
-    """The differences between rows that the paper speaks of, seed by seed where both rows have it."""
+    """The differences between rows that the paper speaks of, seed by seed where both rows have it.
+
+    Under columns of which something was run.
+    """
     found = []
-    for gain in table.gains:
+    columns = {line.place[1] for line in _begun(lines(table, entries))[0]}
+    for gain in [gain for gain in table.gains if gain.column in columns]:
         better, worse = (
             {
                 e.seed: e.numbers[gain.figure]
@@ -140,27 +152,40 @@ def markdown(
     searches: Mapping[str, Sequence[Searched]],
 ) -> str:
     """The page docs/results.md."""
-    parts = [_ABOUT]
+    parts = [_ABOUT, "| | | | cells run |\n|---|---|---|---|"]
+    for table in tables.values():
+        told = f"{_briefly(table)} | {table.title} | {_counted(table, ledger[table.id])}"
+        parts.append(f"| [{table.id}](#{table.id}) | {told} |")
     for table in tables.values():
         entries = ledger[table.id]
         parts.append(f"\n## {table.id}\n\n{table.title}. {table.source}.\n")
         if not entries:
             parts.append(_none(table))
             continue
-        heads = [head for name in _shown(table, entries) for head in _heads(table, name)]
-        parts.append(f"| | | {' | '.join(heads)} | seeds |\n|---|---|{'---|' * (len(heads) + 1)}")
-        for line in lines(table, entries):
-            row, column = line.place
-            cells = [text for f in line.figures for text in _texts(table, f, entries)]
-            parts.append(f"| {column} | {row} | {' | '.join(cells)} | {line.seeds or ''} |")
-        if table.gains:
+        begun, waiting = _begun(lines(table, entries))
+        parts.append(_rows(table, entries, begun))
+        if differences := gains(table, entries):
             parts.append("\n| gain | ours | paper | difference |\n|---|---|---|---|")
-            parts += [f"| {n} | {f.ours} | {f.paper} | {f.difference} |" for n, f in gains(table, entries)]
+            parts += [f"| {n} | {f.ours} | {f.paper} | {f.difference} |" for n, f in differences]
+        if waiting:
+            summary = f"<summary>{_waiting(waiting)}</summary>"
+            parts.append(f"\n<details>{summary}\n\n{_rows(table, entries, waiting)}\n\n</details>")
         if listed := found(table, searches[table.id]):
             parts.append(f"\n| {' | '.join(_SEARCH)} |\n|{'---|' * len(_SEARCH)}")
             parts += [f"| {f.place[1]} | {f.place[0]} | {' | '.join(f[1:])} |" for f in listed]
         parts.append("\n" + "\n".join(f"- {note}" for note in _notes(table, entries)))
     return "\n".join(parts) + "\n"
+
+
+def _rows(table: Table, entries: Sequence[Entry], listed: Sequence[Line]) -> str:
+    """A table in Markdown."""
+    heads = [head for name in _shown(table, entries) for head in _heads(table, name)]
+    rows = [f"| | | {' | '.join(heads)} | seeds |", f"|---|---|{'---|' * (len(heads) + 1)}"]
+    for line in listed:
+        row, column = line.place
+        cells = [text for f in line.figures for text in _texts(table, f, entries)]
+        rows.append(f"| {column} | {row} | {' | '.join(cells)} | {line.seeds or ''} |")
+    return "\n".join(rows)
 
 
 def html(
@@ -171,10 +196,21 @@ def html(
     """One page with every table and its curves."""
     body = [
         '<p class="brand">Apiece <span>the papers, reproduced</span></p><h1>Ours beside the papers</h1>'
-        '<p class="lead">Mean ± standard deviation over seeds; what was not run says so.</p>'
+        '<p class="lead">Mean ± standard deviation over seeds; what was not run says so. '
+        "Of each table or figure, how many cells were run:</p>"
     ]
+    body.append(_contents(tables, ledger))
     body += [_section(table, ledger[table.id], searches[table.id]) for table in tables.values()]
     return document("The papers, reproduced", "".join(body))
+
+
+def _contents(tables: Mapping[str, Table], ledger: Mapping[str, Sequence[Entry]]) -> str:
+    lines = "".join(
+        f'<li><a href="#{table.id}">{escape(_briefly(table))}</a>: {escape(table.title)}. '
+        f"{_counted(table, ledger[table.id])} cells.</li>"
+        for table in tables.values()
+    )
+    return f"<ul>{lines}</ul>"
 
 
 def _notes(table: Table, entries: Sequence[Entry]) -> list[str]:
@@ -184,6 +220,21 @@ def _notes(table: Table, entries: Sequence[Entry]) -> list[str]:
         *(f"Departure: {note}" for note in table.departures),
         *_made(entries),
     ]
+
+
+def _briefly(table: Table) -> str:
+    """Of the source what stands from its method's name on: `FedEC, Table 2`."""
+    return table.source.partition("(")[2].replace(")", "") or table.source
+
+
+def _counted(table: Table, entries: Sequence[Entry]) -> str:
+    listed = lines(table, entries)
+    return f"{sum(line.seeds > 0 for line in listed)} of {len(listed)}"
+
+
+def _waiting(listed: Sequence[Line]) -> str:
+    columns = dict.fromkeys(line.place[1] for line in listed)
+    return f"Not run yet: {', '.join(columns)} ({len(listed)} cells)"
 
 
 def _none(table: Table) -> str:
@@ -212,31 +263,42 @@ def _texts(table: Table, figure: Figure, entries: Sequence[Entry]) -> list[str]:
 
 def _section(table: Table, entries: Sequence[Entry], searches: Sequence[Searched]) -> str:
     about = f'<p class="about">{escape(f"{table.title}. {table.source}.")}</p>'
+    head = f'<section><h2 id="{table.id}">{escape(table.id)}</h2>{about}'
     if not entries:
-        return f"<section><h2>{escape(table.id)}</h2>{about}<p>{_none(table)}</p></section>\n"
+        return f"{head}<p>{_none(table)}</p></section>\n"
+    begun, waiting = _begun(lines(table, entries))
+    differences = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td class="first">{f.ours}</td><td>{f.paper}</td>'
+        f"<td>{f.difference}</td></tr>"
+        for name, f in gains(table, entries)
+    )
+    others = ""
+    if waiting:
+        summary = f"<summary>{escape(_waiting(waiting))}</summary>"
+        others = f"<details>{summary}{_scrolled(table, entries, waiting)}</details>"
+    listed = "".join(f"<li>{escape(note)}</li>" for note in _notes(table, entries))
+    return (
+        f"{head}{_scrolled(table, entries, begun, differences)}{others}"
+        f"{_charts(table, entries)}{_paths(table, entries)}{_searches(table, searches)}"
+        f"<ul>{listed}</ul></section>\n"
+    )
+
+
+def _scrolled(table: Table, entries: Sequence[Entry], listed: Sequence[Line], more: str = "") -> str:
+    """A table in HTML, with `more` rows."""
     named = [head for name in _shown(table, entries) for head in _heads(table, name)]
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in named)
     rows = []
-    for column, group in groupby(lines(table, entries), key=lambda line: line.place[1]):
+    for column, group in groupby(listed, key=lambda line: line.place[1]):
         rows.append(f'<tr><th scope="colgroup" colspan="{2 + len(named)}">{escape(column)}</th></tr>')
         for line in group:
             texts = [text for f in line.figures for text in _texts(table, f, entries)]
             cells = "".join(f"<td>{escape(text)}</td>" for text in (*texts, str(line.seeds or "")))
             rows.append(f'<tr><th scope="row">{escape(line.place[0])}</th>{cells}</tr>')
-    rows += [
-        f'<tr><th scope="row">{escape(name)}</th><td class="first">{f.ours}</td><td>{f.paper}</td>'
-        f"<td>{f.difference}</td></tr>"
-        for name, f in gains(table, entries)
-    ]
-    notes = _notes(table, entries)
-    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return (
-        f"<section><h2>{escape(table.id)}</h2>{about}"
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>'
         f'<thead><tr><th scope="col"></th>{heads}<th scope="col">seeds</th></tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-        f"{_charts(table, entries)}{_paths(table, entries)}{_searches(table, searches)}"
-        f"<ul>{listed}</ul></section>\n"
+        f"<tbody>{''.join(rows)}{more}</tbody></table></div>"
     )
 
 
