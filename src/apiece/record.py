@@ -59,7 +59,7 @@ class Record:
         self._totals: dict[str, Any] = {"bytes_up": 0, "bytes_down": 0, "skipped": 0, "seconds": 0.0}
         self._reached: dict[str, int | None] = {f"{g}_{s}": None for g in GROUPS for s in SCORES}
         self._clock = time.perf_counter()
-        self.beside = 1  # runs that are carried out together: each one's seconds are its share
+        self._sharing = 1  # runs that are carried out together
         self._logs: dict[str, files.Log] = {}
         if folder is not None:
             counts = ("round", "replies", "skipped", "bytes_up", "bytes_down")
@@ -83,6 +83,10 @@ class Record:
             log.open(found.log["lengths"][name] if found is not None else 0)
         self._clock = time.perf_counter()
         return (found.round, found.server) if found is not None else (0, template)
+
+    def share_time(self, runs: int) -> None:
+        """From now on so many runs are carried out together: each one's seconds are its share."""
+        self._sharing, self._clock = runs, time.perf_counter()
 
     def rounds(self, closed: Sequence[Closed], scored: Sequence[Scored]) -> None:
         """Log rounds that are over; `scored` are the scores after the last of them, if measured."""
@@ -155,7 +159,7 @@ class Record:
 
     def _lap(self) -> float:
         now = time.perf_counter()
-        lap, self._clock = (now - self._clock) / self.beside, now
+        lap, self._clock = (now - self._clock) / self._sharing, now
         self._totals["seconds"] += lap
         return lap
 

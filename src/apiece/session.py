@@ -348,15 +348,17 @@ def carry_out(session: Session, progress: Progress, *beside: Session) -> list[Re
     A kill may have hit them when some had a checkpoint more than others: then these go first.
     """
     books = [_Book(session, progress), *(_Book(other, lambda done, scores: None) for other in beside)]
+    ended: dict[int, Result] = {}
     for begin in sorted({book.begin for book in books}):
         level = [book for book in books if book.begin == begin]
         for book in level:
-            book.session.record.beside = len(level)
+            book.session.record.share_time(len(level))
         trainings, servers = [book.session.training for book in level], [book.server for book in level]
         for closed in together(trainings, servers, begin, session.experiment.rounds):
             for book, one in zip(level, closed, strict=True):
                 book.close(one)
-    return [book.end() for book in books]
+        ended |= {id(book): book.end() for book in level}
+    return [ended[id(book)] for book in books]
 
 
 def write_model(folder: Path, session: Session, params: Params) -> None:
