@@ -14,8 +14,6 @@ COLUMNS = {
     "α=0.01": "dirichlet:0.01:0",
 }
 STAY = {"epochs": 0, "steps": 0}  # nobody personalizes: what is scored is the server's model
-
-
 AS_LONG = "FedMeta, E_g epochs"  # on the proxy, as FedPA's aggregator
 
 

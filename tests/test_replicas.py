@@ -201,6 +201,14 @@ def test_those_with_a_checkpoint_less_go_first(tmp_path: Path, whole: Path) -> N
         assert json.loads((folder / "summary.json").read_text())["rounds"] == 6
 
 
+def test_another_experiment_is_refused_before_any_goes_on(tmp_path: Path) -> None:
+    (first, one), (_, two), *_ = interrupted(tmp_path, SEEDS, 3)
+    others = [(first, one), (replace(first, seed=SEEDS[1], settings={"lr": 0.2}), two)]
+    with pytest.raises(ApieceError, match="holds another experiment"):
+        run_or_resume_replicas(others)
+    assert not any((folder / "summary.json").exists() for folder in (one, two))
+
+
 def test_what_is_not_begun_is_run_side_by_side_too(tmp_path: Path, whole: Path) -> None:
     runs = interrupted(tmp_path, SEEDS[:1], 3)
     both = [*runs, *((replace(INTERRUPTED, seed=seed), tmp_path / str(seed)) for seed in SEEDS[1:])]

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,14 @@ def load_data(experiment: Experiment, examples: Examples | None = None) -> Clien
         "client_column": experiment.client_column,
         "label_column": experiment.label_column,
     }
+    load = partial(datasets.prepare, experiment.data, **asked, examples=examples)
     kept = _kept.get()
     if kept is None or examples is not None:
-        return datasets.prepare(experiment.data, **asked, examples=examples)
+        return load()
     key = experiment.data, *asked.values()
     if key not in kept:
         kept.clear()
-        kept[key] = datasets.prepare(experiment.data, **asked)
+        kept[key] = load()
     return kept[key]
 
 
@@ -150,6 +152,7 @@ def prepare(
     _check(experiment, data)
     experiment = experiment.resolved(len(data.seen_ids), data.partition)
     method = experiment.build_method()
+    held = fingerprint(data)  # while the examples are on the host
     data = _placed(data, device, choice.streamed if choice else _too_large(data, device, method))
     cluster = _cluster(experiment, data) if remote and choice is None else None
     computing = torch.device(choice.device) if choice else cluster.device if cluster else device
@@ -205,7 +208,7 @@ def prepare(
             option.processes,
             layers,
             "mapped" if federation.store.mapped else "memory",
-            fingerprint(data),
+            held,
             torch.__version__,
             reason + _told_streamed(data),
             isinstance(data, Streamed),

@@ -76,12 +76,18 @@ def lines(table: Table, entries: Sequence[Entry]) -> list[Line]:
     return found
 
 
-def _begun(listed: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-    """(the columns of which something was run, the others)."""
-    columns = {line.place[1] for line in listed if line.seeds}
-    return [one for one in listed if one.place[1] in columns], [
-        one for one in listed if one.place[1] not in columns
-    ]
+def _begun(entries: Sequence[Entry]) -> set[str]:
+    """The columns of which something was run."""
+    return {entry.column for entry in entries if entry.scale == "full"}
+
+
+def _parted(table: Table, entries: Sequence[Entry]) -> tuple[list[Line], list[Line]]:
+    """(the lines of such columns, those of the others)."""
+    columns, listed = _begun(entries), lines(table, entries)
+    return (
+        [line for line in listed if line.place[1] in columns],
+        [line for line in listed if line.place[1] not in columns],
+    )
 
 
 def gains(table: Table, entries: Sequence[Entry]) -> list[tuple[str, Figure]]:
@@ -90,8 +96,7 @@ def gains(table: Table, entries: Sequence[Entry]) -> list[tuple[str, Figure]]:
     Under columns of which something was run.
     """
     found = []
-    columns = {line.place[1] for line in _begun(lines(table, entries))[0]}
-    for gain in [gain for gain in table.gains if gain.column in columns]:
+    for gain in [gain for gain in table.gains if gain.column in _begun(entries)]:
         better, worse = (
             {
                 e.seed: e.numbers[gain.figure]
@@ -162,7 +167,7 @@ def markdown(
         if not entries:
             parts.append(_none(table))
             continue
-        begun, waiting = _begun(lines(table, entries))
+        begun, waiting = _parted(table, entries)
         parts.append(_rows(table, entries, begun))
         if differences := gains(table, entries):
             parts.append("\n| gain | ours | paper | difference |\n|---|---|---|---|")
@@ -197,20 +202,20 @@ def html(
     body = [
         '<p class="brand">Apiece <span>the papers, reproduced</span></p><h1>Ours beside the papers</h1>'
         '<p class="lead">Mean ± standard deviation over seeds; what was not run says so. '
-        "Of each table or figure, how many cells were run:</p>"
+        "Of each table or figure, how many cells were run:</p>",
+        _contents(tables, ledger),
     ]
-    body.append(_contents(tables, ledger))
     body += [_section(table, ledger[table.id], searches[table.id]) for table in tables.values()]
     return document("The papers, reproduced", "".join(body))
 
 
 def _contents(tables: Mapping[str, Table], ledger: Mapping[str, Sequence[Entry]]) -> str:
-    lines = "".join(
+    listed = "".join(
         f'<li><a href="#{table.id}">{escape(_briefly(table))}</a>: {escape(table.title)}. '
         f"{_counted(table, ledger[table.id])} cells.</li>"
         for table in tables.values()
     )
-    return f"<ul>{lines}</ul>"
+    return f"<ul>{listed}</ul>"
 
 
 def _notes(table: Table, entries: Sequence[Entry]) -> list[str]:
@@ -266,7 +271,7 @@ def _section(table: Table, entries: Sequence[Entry], searches: Sequence[Searched
     head = f'<section><h2 id="{table.id}">{escape(table.id)}</h2>{about}'
     if not entries:
         return f"{head}<p>{_none(table)}</p></section>\n"
-    begun, waiting = _begun(lines(table, entries))
+    begun, waiting = _parted(table, entries)
     differences = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td class="first">{f.ours}</td><td>{f.paper}</td>'
         f"<td>{f.difference}</td></tr>"

@@ -125,8 +125,9 @@ def run_or_resume_replicas(
     """
     fresh = [(experiment, folder) for experiment, folder in runs if not (folder / "experiment.toml").exists()]
     interrupted: dict[str, list[Path]] = {}
-    for _, folder in runs:
+    for experiment, folder in runs:
         if (folder / "engine.json").exists() and not (folder / "summary.json").exists():
+            _refuse_another(experiment, folder)
             interrupted.setdefault((folder / "engine.json").read_text(), []).append(folder)
     if len(fresh) > 1:
         run_replicas(fresh, progress)
@@ -175,12 +176,17 @@ def run_or_resume(
     if not (folder / "experiment.toml").exists():
         run(experiment, folder, progress)
         return
+    _refuse_another(experiment, folder)
+    if not (folder / "summary.json").exists():
+        resume(folder, progress)
+
+
+def _refuse_another(experiment: Experiment, folder: Path) -> None:
+    """Who goes on with a run goes on with this one."""
     asked = absolute(experiment).with_proxy()
     data = load_data(asked)
     if experiments.read(folder / "experiment.toml") != asked.resolved(len(data.seen_ids), data.partition):
         raise ApieceError(f"{folder} holds another experiment: choose another folder with --out")
-    if not (folder / "summary.json").exists():
-        resume(folder, progress)
 
 
 def run_spread(runs: Sequence[tuple[Experiment, Path]]) -> Iterator[int]:
@@ -348,7 +354,7 @@ def carry_out(session: Session, progress: Progress, *beside: Session) -> list[Re
     A kill may have hit them when some had a checkpoint more than others: then these go first.
     """
     books = [_Book(session, progress), *(_Book(other, lambda done, scores: None) for other in beside)]
-    ended: dict[int, Result] = {}
+    ended: dict[_Book, Result] = {}
     for begin in sorted({book.begin for book in books}):
         level = [book for book in books if book.begin == begin]
         for book in level:
@@ -357,8 +363,8 @@ def carry_out(session: Session, progress: Progress, *beside: Session) -> list[Re
         for closed in together(trainings, servers, begin, session.experiment.rounds):
             for book, one in zip(level, closed, strict=True):
                 book.close(one)
-        ended |= {id(book): book.end() for book in level}
-    return [ended[id(book)] for book in books]
+        ended |= {book: book.end() for book in level}
+    return [ended[book] for book in books]
 
 
 def write_model(folder: Path, session: Session, params: Params) -> None:

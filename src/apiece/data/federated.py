@@ -175,7 +175,8 @@ class Federated(Clients):
 
     def to(self, device: torch.device) -> Federated:
         other = self._changed(x=tree.to(self.x, device), y=self.y.to(device))
-        vars(other)["digest"] = self.digest  # a device would have to send all of them back
+        if "digest" in vars(self):  # a device would have to send all of them back
+            vars(other)["digest"] = self.digest
         return other
 
     def redealt(self, train: Ragged) -> Federated:

@@ -95,7 +95,7 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def begun(pool: Any) -> torch.cuda.CUDAGraph:
+def _opened(pool: Any) -> torch.cuda.CUDAGraph:
     """A graph that is being recorded. Kernels may be loaded meanwhile: of a step whose tensors lie otherwise
     than before, Triton compiles others.
     """
@@ -117,7 +117,7 @@ class _Tape:
         self._met: set[int] = set()  # the memory that batches lie in
 
     def begin(self) -> None:
-        self._graph = begun(self._pool)
+        self._graph = _opened(self._pool)
 
     def end(self) -> None:
         graph, self._graph = self._graph, None
@@ -127,7 +127,7 @@ class _Tape:
 
     def record(self, action: Action) -> Action:
         self.end()
-        graph = begun(self._of_steps)
+        graph = _opened(self._of_steps)
         try:
             action()
         finally:
@@ -169,7 +169,7 @@ class _Steps:
         # As `torch.cuda.graph` does, without emptying caches and collecting garbage, which take longer.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), _undisturbed():
-            graph = begun(self._pool)
+            graph = _opened(self._pool)
             try:
                 action()
             finally:
