@@ -14,14 +14,13 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
 from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from apiece import tree
+from apiece import products, tree
 from apiece.batched import clients_first, clients_of, each_client, levels, memory
 from apiece.params import Params
 
@@ -60,7 +59,7 @@ class _Step:
         if len(levels()) != self.depth or forward_ad._current_level >= 0 or not torch.is_grad_enabled():
             return None
         rows = x.flatten(0, -2)
-        product = rows @ constant.mT
+        product = products.product(rows, constant)
         if product.dtype is not constant.dtype:  # autocast
             return None
         if not product.requires_grad:
@@ -100,7 +99,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         step = _current.get()
         y = None if step is None else step.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias) if y is None else y
+        return products.linear(x, self.weight, self.bias) if y is None else y
 
 
 class Descent:
