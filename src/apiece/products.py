@@ -1,7 +1,7 @@
 """Products of matrices on a CPU.
 
-PyTorch has MKL compute them, which on AMD's CPUs reaches half of what their vector units can do. oneDNN, which
-it has compute convolutions, takes half to two thirds of the time for large ones.
+PyTorch has MKL compute them, which on AMD's CPUs reaches half of what their vector units can do. oneDNN, by
+which it computes convolutions, takes half to two thirds of the time for large ones.
 """
 
 from __future__ import annotations
