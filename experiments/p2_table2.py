@@ -19,7 +19,7 @@ AS_LONG = "FedMeta, E_g epochs"  # on the proxy, as FedPA's aggregator
 
 def plain(method: str) -> str:
     """The method with plain means, footnote 2."""
-    return f"_unweighted:Unweighted({method})"
+    return f"_weights:Unweighted({method})"
 
 
 def rows(

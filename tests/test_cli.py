@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from apiece import cli, experiment, session, terminal
+from apiece import experiment, session, terminal
 from apiece.check import Finding
+from apiece.commands import flags, known
 from apiece.data import DATASETS
 from apiece.experiment import Experiment
 from apiece.reproduce import tables
@@ -100,9 +101,9 @@ def test_the_bare_command_runs_the_embedded_default() -> None:
 
 
 def test_every_key_of_an_experiment_has_a_flag_that_says_its_default() -> None:
-    assert {flag.key for flag in cli.FLAGS} | {"settings"} == set(experiment.KEYS)
+    assert {flag.key for flag in flags.FLAGS} | {"settings"} == set(experiment.KEYS)
     text = " ".join(apiece("run", "--help").out.replace("│", " ").split())
-    for flag in cli.FLAGS:
+    for flag in flags.FLAGS:
         default = getattr(Experiment(), flag.key)
         assert default in ("", ()) or f"Default: {default}." in text
 
@@ -425,7 +426,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for method in ("fedavg", "elastic(fedavg)"):
         scores = []
         for seed in (0, 1):
-            place = folder / f"{cli._file_name(method)}-s{seed}"
+            place = folder / f"{flags.file_name(method)}-s{seed}"
             scores.append(strict((place / "summary.json").read_text())["unseen"]["personalized"])
         cell = f"{100 * statistics.fmean(scores):.1f} ± {100 * statistics.stdev(scores):.1f}"
         (line,) = [line for line in outcome.out.splitlines() if line.split()[:1] == [method]]
@@ -488,7 +489,7 @@ def test_seeds(text: str, seeds: list[int]) -> None:
 
 
 def test_methods_with_commas_inside() -> None:
-    assert cli._split_methods("local, a(b,c) ,fedavg,local") == ["local", "a(b,c)", "fedavg"]
+    assert flags.split_methods("local, a(b,c) ,fedavg,local") == ["local", "a(b,c)", "fedavg"]
 
 
 def test_compare_takes_the_seed_of_its_file(tmp_path: Path) -> None:
@@ -656,7 +657,7 @@ def test_check_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((method, device))
         return [Finding("runs", True, "")]
 
-    monkeypatch.setattr(cli, "examine", examine)
+    monkeypatch.setattr(known, "examine", examine)
     good = apiece("check", "elastic(fedavg)", "--set", "inner.lr=0.5", "--json")
     assert good.code == 0
     assert good.json == [{"rule": "runs", "ok": True, "detail": ""}]

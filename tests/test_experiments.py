@@ -13,20 +13,28 @@ from apiece.check import examine
 from apiece.engines.sequential import Sequential
 from apiece.importing import import_object
 from apiece.ledger import Entry, append
+from apiece.method import Method
 from apiece.methods.fedavg import FedAvg
 from apiece.methods.feddf import FedDF
+from apiece.methods.per_fedavg import PerFedAvg
+from apiece.methods.reptile import Reptile
 from apiece.reproduce import tables
 from tests.worlds import CPU, federation, linear_net, ragged, servers
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
-Unweighted = import_object(f"{EXPERIMENTS / '_unweighted.py'}:Unweighted", "wrapper")
+Unweighted, ByExamples = (
+    import_object(f"{EXPERIMENTS / '_weights.py'}:{name}", "wrapper") for name in ("Unweighted", "ByExamples")
+)
 
 
-def test_unweighted_keeps_every_rule_but_the_one_it_is_about() -> None:
-    for inner in (FedAvg(), FedDF()):
-        broken = [finding for finding in examine(Unweighted(inner)) if not finding.ok]
-        assert [finding.rule for finding in broken] == ["wrappers keep the inner reply"]
-        assert "weight" in broken[0].detail
+@pytest.mark.parametrize(
+    "method",
+    [Unweighted(FedAvg()), Unweighted(FedDF()), ByExamples(Reptile()), ByExamples(PerFedAvg(support=0.8))],
+)
+def test_other_weights_keep_every_rule_but_the_one_they_are_about(method: Method) -> None:
+    broken = [finding for finding in examine(method) if not finding.ok]
+    assert [finding.rule for finding in broken] == ["wrappers keep the inner reply"]
+    assert "weight" in broken[0].detail
 
 
 def test_unweighted_takes_the_plain_mean() -> None:
@@ -44,6 +52,17 @@ def test_unweighted_takes_the_plain_mean() -> None:
             steps[name] += g / 3
     for name, t in server.params.items():
         assert torch.allclose(after.params[name], t - 0.5 * steps[name], atol=1e-6)
+
+
+def test_by_examples_a_plain_mean_becomes_fedavgs() -> None:
+    """Reptile of one step on all a client has, weighted by n_k, is FedAvg."""
+    sizes, local = (3, 2, 6), Recipe(lr=0.5, batch_size=0, steps=1)
+    ends = []
+    for method in (ByExamples(Reptile(local=local)), FedAvg(local=local)):
+        training, server = federation(method, Sequential(CPU), sizes, 3, linear_net)
+        ends.append(list(servers(training, server, 2))[-1].params)
+    for name, t in ends[0].items():
+        assert torch.allclose(t, ends[1][name], atol=1e-6)
 
 
 def test_values_are_read_off_curves() -> None:

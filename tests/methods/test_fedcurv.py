@@ -1,5 +1,7 @@
 """FedCurv against its objective, pair by pair, in a plain loop, under lost replies, and its limits."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -38,11 +40,12 @@ LAM = 0.3
 
 
 class Plain:
-    """Every client's last (w_j, F_j) in one place; the penalty is the sum over the others, pair by pair."""
+    """(w_j, F_j) of the last round's clients; the penalty is the sum over the others, pair by pair."""
 
     def __init__(self, training: Training, w: Params) -> None:
         self.training, self.w = training, dict(w)
         self.last: dict[int, tuple[Vector, Vector]] = {}
+        self.held: dict[int, tuple[Vector, Vector]] = {}  # by each client since it last answered
 
     def trained(self, index: int, k: int) -> Vector:
         w = dict(self.w)
@@ -57,42 +60,50 @@ class Plain:
     def round(self, index: int, answering: list[int]) -> None:
         models = {k: self.trained(index, k) for k in answering if SIZES[k]}
         n = sum(SIZES[k] for k in models)
-        total = zeros(self.w)
+        total, last = zeros(self.w), {}
         for k, w in models.items():
             rows = population(self.training).train[k]
             F = zeros(w)
             for row in rows:
                 g = slope(self.training, w, torch.tensor([row]))
                 F = {name: F[name] + g[name] ** 2 / len(rows) for name in F}
-            self.last[k] = (w, F)
+            last[k] = (w, F)
             total = {name: total[name] + len(rows) / n * w[name] for name in w}
-        self.w = total if models else self.w
+        if models:
+            self.w, self.last = total, last
+        self.held |= last
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
 def test_equals_its_objective_also_when_replies_are_lost(engine: Engine) -> None:
-    """w, every F_k and F_k ⊙ w_k and their sums, round by round, three of five clients at a time.
+    """w, every F_k and F_k ⊙ w_k and the last round's sums, round by round, three of five clients at a time.
 
-    Replies are lost in a client's first round, in later ones and from a whole cohort.
+    Replies are lost in a client's first round, in later ones and from a whole cohort. Some clients take part
+    in two rounds on end, others after a pause.
     """
     training, server = federation(FedCurv(LAM, LOCAL), engine, SIZES, 3, net)
     plain, lost = Plain(training, server.params), []
+    answered: list[set[int]] = []
     for t in range(ROUNDS):
         before = server
         closed, heard = play(training, server, t, ILL.get(t, []))
         server = closed.server
         lost += [(t, k) for k in closed.ids if k not in heard]
         plain.round(t, heard)
+        answered.append(set(heard))
         close(server.params, plain.w)
-        kept = states(training, server, t + 1)
+        kept = states(training, server, t + 1).of
         for k in range(len(SIZES)):
-            w_k, F_k = plain.last.get(k, (plain.w, zeros(plain.w)))
+            w_k, F_k = plain.held.get(k, (plain.w, zeros(plain.w)))
             close(tree.take(kept.F, k), F_k)
             close(tree.take(kept.Fw, k), {n: F_k[n] * w_k[n] for n in F_k})
-        close(server.total.F, {n: F.sum(0) for n, F in kept.F.items()})
-        close(server.total.Fw, {n: Fw.sum(0) for n, Fw in kept.Fw.items()})
+        for n in plain.w:
+            close({n: server.total.F[n]}, {n: sum(F[n] for _, F in plain.last.values())})
+            close({n: server.total.Fw[n]}, {n: sum(F[n] * w[n] for w, F in plain.last.values())})
         assert heard or same_bits(server, before)
     assert lost == LOST
+    assert any(before & now for before, now in pairwise(answered))
+    assert any(answered[t] & answered[t - 2] - answered[t - 1] for t in range(2, ROUNDS))
     check_personalized(training, server, ROUNDS)
 
 
@@ -150,24 +161,25 @@ def test_a_cohort_without_examples_changes_nothing() -> None:
     assert same_bits(before, (after, states(training, after, 0)))
 
 
-def test_a_client_that_lost_its_examples_keeps_its_share() -> None:
+def test_a_client_that_lost_its_examples_has_no_share() -> None:
     method, task = FedCurv(LAM, LOCAL), Task(net)
     server = method.init(task, task.init(1), 0)
     share = type(server.total)(task.init(2), task.init(3))
-    reply = method.client_update(task, server._replace(total=share), share, shard(0, 4)[0])
-    assert same_bits(share, reply.state)
+    held = method.init_client(task, server, server.params, random.as_key(0))._replace(of=share)
+    reply = method.client_update(task, server._replace(total=share), held, shard(0, 4)[0])
     assert all(not leaf.any() for leaf in tree.leaves(reply.update))
+    assert same_bits(held, reply.state)
 
 
 def test_what_is_sent() -> None:
-    """Three models down, three and a number up; two are kept."""
+    """Three models and a number down and up; two and a number are kept."""
     training, server = federation(FedCurv(LAM, LOCAL), ENGINES[0], SIZES, 3, net)
     one, broadcast = tree.nbytes(server.params), training.broadcast(server, 0)
     shape = training.shapes.of(broadcast)
     assert (tree.nbytes(broadcast), shape.bytes_up, tree.nbytes(shape.state)) == (
-        3 * one,
         3 * one + 4,
-        2 * one,
+        3 * one + 4,
+        2 * one + 4,
     )
 
 

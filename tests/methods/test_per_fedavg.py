@@ -39,12 +39,16 @@ def moved(at: Vector, by: float, along: Vector) -> Vector:
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+@pytest.mark.parametrize("support", [1.0, 0.8])
 @pytest.mark.parametrize("hessian", ["fo", "hf"])
-def test_equals_a_plain_loop(engine: Engine, hessian: str) -> None:
-    """Three rounds of three of five clients; the mean is unweighted and without the client of no examples."""
+def test_equals_a_plain_loop(engine: Engine, hessian: str, support: float) -> None:
+    """Three rounds of three of five clients; the mean is unweighted and without those that have no query.
+
+    A client of one example has none left for it.
+    """
     alpha, beta, delta = 0.4, 0.2, 0.05
     local = Recipe(lr=beta, batch_size=5, epochs=2)
-    method = PerFedAvg(alpha, hessian, delta, local=local)
+    method = PerFedAvg(alpha, hessian, delta, support, local)
     training, start = federation(method, engine, SIZES, 3, net)
     model, data = net(), training.federation.data
     w = {k: v.clone() for k, v in start.params.items()}
@@ -57,12 +61,14 @@ def test_equals_a_plain_loop(engine: Engine, hessian: str) -> None:
     for index, after in enumerate(servers(training, start, 3)):
         ends = []
         for _, shard in cohort_shards(training, index):
-            if not shard.size:
+            S, Q = (shard, shard) if support == 1.0 else shard.split(support)
+            if not Q.size:
                 continue
             at = w
-            for D in shard.batches(5, 2):
+            for D in S.batches(5, 2):
                 D1, D2 = (
-                    next(shard.at(random.fold(D.key, name)).batches(5, steps=1)) for name in ("D′", "D″")
+                    next(of.at(random.fold(D.key, name)).batches(5, steps=1))
+                    for name, of in (("D′", Q), ("D″", S))
                 )
                 v = gradient(moved(at, -alpha, gradient(at, D)), D1)
                 direction = v

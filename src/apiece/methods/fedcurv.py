@@ -1,19 +1,19 @@
 """FedCurv: Shoham, Avidor, Keren, Israel, Benditkis, Mor-Yosef, Zeitak, "Overcoming Forgetting in Federated
 Learning on Non-IID Data", NeurIPS 2019 Workshop on Federated Learning for Data Privacy and Confidentiality.
 
-Client k minimises L_k(w) + λ Σ_{j≠k} (w − w_j)ᵀ diag(F_j) (w − w_j), w_j being the model that client j last
-sent and F_j the diagonal of its Fisher information there. Up to a constant that is
+In round t client k minimises L_k(w) + λ Σ_{j≠k} (w − w_j)ᵀ diag(F_j) (w − w_j), j over the clients that
+answered in round t − 1, w_j being the model that client j then sent and F_j the diagonal of its Fisher
+information there. Up to a constant that is
 
     L_k(w) + λ (wᵀ diag(U_k) w − 2 wᵀ V_k),   U_k = Σ_{j≠k} F_j,   V_k = Σ_{j≠k} F_j ⊙ w_j,
 
-so two sums over all clients are enough, from which each takes its own share away.
+so two sums over all who answered are enough, from which a client that was one of them takes its own share.
 
-Departures: in the paper j runs over the clients as they answered in round t − 1, so all take part in every
-round; here over the population, each client as it last answered and not at all before. Clients send how their
-shares changed, so that the server holds the sums alone. F is the empirical Fisher: the mean over the training
-examples of the squared gradient of one example's loss, at the new w_k, without dropout. Models are averaged
-with weights n_k, as in FedAvg. The personalized model is the broadcast one fine-tuned without the penalty,
-which the paper does not do.
+Departures: in the paper all clients take part in every round; where a cohort does, the sums are the last
+cohort's. A round that nobody answers leaves them as they are. F is the empirical Fisher: the mean over the
+training examples of the squared gradient of one example's loss, at the new w_k, without dropout. Models are
+averaged with weights n_k, as in FedAvg. The personalized model is the broadcast one fine-tuned without the
+penalty, which the paper does not do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -42,15 +43,21 @@ class Curvature(NamedTuple):
     Fw: Params  # F ⊙ w
 
 
+class Share(NamedTuple):
+    of: Curvature  # as the client last answered
+    rounds: Tensor  # that had closed when its answer was counted
+
+
 class Curved(NamedTuple):
     params: Params  # w
-    total: Curvature  # over the population
+    total: Curvature  # over the clients that answered last
+    rounds: Tensor  # that have closed
 
 
 class Answer(NamedTuple):
     step: Params  # n_k (w_k − w): the reply has weight 1, for the sums' sake
     n: Tensor  # n_k
-    change: Curvature  # of the client's share
+    share: Curvature
 
 
 def fisher(task: Task, w: Params, data: Shard, batch_size: int) -> Params:
@@ -86,32 +93,34 @@ class FedCurv(Method):
             raise ApieceError(f"lam must not be negative, got {self.lam}; 0 is FedAvg")
 
     def init(self, task: Task, params: Params, key: int) -> Curved:
-        return Curved(params, Curvature(params.zeros(), params.zeros()))
+        return Curved(params, Curvature(params.zeros(), params.zeros()), torch.zeros((), device=task.device))
 
-    def init_client(self, task: Task, broadcast: Curved, start: Params, key: Tensor) -> Curvature:
-        return Curvature(start.zeros(), start.zeros())
+    def init_client(self, task: Task, broadcast: Curved, start: Params, key: Tensor) -> Share:
+        return Share(Curvature(start.zeros(), start.zeros()), torch.zeros_like(broadcast.rounds))
 
     def broadcast(self, server: Curved, round: Round) -> Curved:
         return server
 
-    def client_update(self, task: Task, broadcast: Curved, client: Curvature, data: Shard) -> Reply:
+    def client_update(self, task: Task, broadcast: Curved, client: Share, data: Shard) -> Reply:
         w_t, total, n = broadcast.params, broadcast.total, data.size
-        U, V = total.F - client.F, total.Fw - client.Fw
+        counted = (client.rounds == broadcast.rounds).float()
+        U, V = total.F - counted * client.of.F, total.Fw - counted * client.of.Fw
 
         def curved(w: Params, batch: Batch, outputs: Tensor) -> Tensor:
             return self.lam * (U * w - 2 * V).dot(w)
 
         w = sgd(task.penalized(curved).objective, w_t, data, self.local)
         F = fisher(task, w, data, self.local.batch_size)
-        mine: Curvature = tree.where(n > 0, Curvature(F, F * w), client)
-        change = Curvature(mine.F - client.F, mine.Fw - client.Fw)
-        return Reply(Answer(n * (w - w_t), n.float(), change), mine, model=w)
+        share = Curvature(F, F * w)
+        kept: Share = tree.where(n > 0, Share(share, broadcast.rounds + 1), client)
+        return Reply(Answer(n * (w - w_t), n.float(), share), kept, model=w)
 
     def server_update(self, task: Task, server: Curved, update: Answer, round: Round) -> Curved:
-        (w, total), replies = server, round.replies
-        examples = (update.n * replies).clamp(min=1)
-        F, Fw = (s + d * replies for s, d in zip(total, update.change, strict=True))
-        return Curved(w + update.step * replies / examples, Curvature(F, Fw))
+        examples = update.n * round.replies
+        w = server.params + update.step * round.replies / examples.clamp(min=1)
+        F, Fw = (share * round.replies for share in update.share)
+        closed: Curved = tree.where(examples > 0, Curved(w, Curvature(F, Fw), server.rounds + 1), server)
+        return closed
 
     def personalize(self, task: Task, broadcast: Curved, client: Curvature, data: Shard) -> Params:
         return sgd(task.objective, broadcast.params, data, self.personal)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from apiece.federation import commands
+from apiece.commands import federate
 from tests.command import apiece
 from tests.federation.loopback import examples
 
@@ -78,7 +78,7 @@ def test_the_page_shows_every_command() -> None:
 @pytest.mark.parametrize("words", lines(), ids=lambda words: words[2])
 def test_the_commands_on_the_page_can_be_given(words: list[str]) -> None:
     """Every flag is one that the command has, and takes what stands behind it."""
-    command = typer.main.get_command(commands.app).commands[words[2]]  # type: ignore[attr-defined]
+    command = typer.main.get_command(federate.app).commands[words[2]]  # type: ignore[attr-defined]
     context = command.make_context(words[2], words[3:])
     assert context.params
 
@@ -94,7 +94,7 @@ def test_the_commands_on_the_page_can_be_given(words: list[str]) -> None:
         ((*FINE, "--labels", "a,a"), "--labels"),
         ((*FINE, "--cohort", "3"), "cohort of 3"),
         ((*FINE, "--method", "feddf"), "server's own"),
-        ((*FINE, "--method", "mine:Mine"), "cannot import"),
+        ((*FINE, "--method", "no_such_module:Mine"), "cannot import"),
         ((*FINE, "--min-replies", "2"), "--min-replies"),
         (("server", "--resume", "nowhere"), "no federation"),
         ((*CLIENT, "--data", "no.npz", "--insecure"), "no such file: no.npz"),

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from apiece import experiment as experiments
-from apiece import settings, terminal
+from apiece import terminal
+from apiece.commands.flags import WHAT, ExperimentFile, experiment_of
 from apiece.errors import ApieceError
 from apiece.experiment import Experiment
 from apiece.terminal import OUTPUT, JsonFlag
@@ -25,16 +25,13 @@ app = typer.Typer(
     "`pip install 'apiece[flower]'`. How to set one up: docs/federation.md.",
 )
 
-WHAT, WHO, ROUND, DOOR = "What to train", "Who takes part", "A round", "The way in"
+WHO, ROUND, DOOR = "Who takes part", "A round", "The way in"
 
 
 def _option(panel: str, help: str, *names: str, metavar: str | None = None) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar)
 
 
-ExperimentFile = Annotated[
-    Path | None, typer.Argument(metavar="EXPERIMENT.toml", help="An experiment; flags override what it says.")
-]
 Method = Annotated[
     str | None, _option(WHAT, "A method, `wrapper(method)` or `module:Class`.", "--method", "-m")
 ]
@@ -77,7 +74,9 @@ def demo(
     from apiece.federation import demo as demos
 
     given = {"data": data, "partition": partition, "method": method, "model": model, "seed": seed}
-    described = _experiment(experiment, {**given, "rounds": rounds or (None if experiment else 5)}, set)
+    described = experiment_of(
+        experiment, {**given, "rounds": rounds or (None if experiment else 5), "set": set}
+    )
     described = replace(described, clients=clients, cohort=cohort or max(clients, described.cohort))
     folder = out or Path("runs") / f"federation-{new_run(described)}"
     if folder.exists():
@@ -155,7 +154,9 @@ def server(
     if not count:
         raise ApieceError("say how many clients train: --clients 3, or a folder with their keys")
     given = {"method": method, "model": model, "rounds": rounds, "seed": seed, "start": start, "prior": prior}
-    described = _experiment(experiment, {**given, "test": test, "evaluate_every": evaluate_every}, set)
+    described = experiment_of(
+        experiment, {**given, "test": test, "evaluate_every": evaluate_every, "set": set}
+    )
     described = replace(described, start=_absolute(described.start), prior=_absolute(described.prior))
     described = federated(described, count, cohort or count)
     rules = Rules(min_replies, deadline, max_norm)
@@ -219,15 +220,6 @@ def client(
     rows = len(place.examples().y)
     typer.echo(f"{rows} examples in {data}; connecting to {server}", err=True)
     launch.run_client(launch.client_command(place, server, device, key, root_certificate, insecure), state)
-
-
-def _experiment(path: Path | None, given: dict[str, Any], set: list[str] | None) -> Experiment:
-    """The experiment that a file and flags describe."""
-    base = experiments.read(path) if path else Experiment()
-    given = {name: value for name, value in given.items() if value is not None}
-    same = given.get("method", base.method) == base.method
-    given["settings"] = settings.nested(set or [], base.settings if same else {})
-    return experiments.from_table(given, base)
 
 
 def _absolute(text: str) -> str:

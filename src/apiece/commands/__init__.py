@@ -1,0 +1,1 @@
+"""The commands of `apiece`: what each asks for, calls and shows."""
