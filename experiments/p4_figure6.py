@@ -35,7 +35,7 @@ def trained(classes: str, **settings: Any) -> Experiment:
 def measure(run: Run) -> Measured:
     """The targets' accuracy after one step, and how it grew."""
     assert run.summary is not None
-    accuracy = 100 * float(run.summary["also"][BASE.data]["unseen"]["personalized"])
+    accuracy = 100 * float(run.summary["also"][BASE.data]["unseen"]["personalized_weighted"])
     return Measured({"accuracy": accuracy}, {"accuracy": curve(run, f"{BASE.data} unseen_personalized_mean")})
 
 

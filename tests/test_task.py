@@ -6,6 +6,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.func import grad, vmap
 
+from apiece.errors import ApieceError
 from apiece.params import Params
 from apiece.random import as_key
 from apiece.shard import Batch, Rows, Shard
@@ -331,3 +332,14 @@ def test_a_forward_that_is_computed_anew_in_the_backward_is_refused() -> None:
     params = task.init(0).map(lambda p: p.requires_grad_())
     with pytest.raises(RuntimeError, match=r"models cannot use torch\.utils\.checkpoint"):
         task.predict(params, torch.ones(4, 3))
+
+
+def test_a_model_is_called_with_all_of_its_params() -> None:
+    """A layer that is left out would be the one that the task was built with."""
+    task = Task(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    w = task.init(0)
+    body, _ = w.split(("0",))
+    with pytest.raises(ApieceError, match=r"not without 1\.bias, 1\.weight$"):
+        task.predict(body, torch.zeros(1, 3))
+    with pytest.raises(ApieceError, match=r"not with 2\.bias$"):
+        task.predict(w | Params({"2.bias": torch.zeros(2)}), torch.zeros(1, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import tomllib
@@ -14,7 +15,8 @@ from apiece import catalog
 from apiece.augment import AUGMENTATIONS
 from apiece.data.federated import PICKS, TESTERS
 from apiece.errors import ApieceError, unknown
-from apiece.method import Method
+from apiece.method import Method, Wrapper
+from apiece.methods.local import Local
 from apiece.sample import SAMPLERS
 from apiece.settings import convert, to_toml
 
@@ -129,10 +131,13 @@ class Experiment:
 
     def resolved(self, seen_clients: int, partition: str) -> Experiment:
         """This experiment with all that the data decides and every setting written out."""
-        settings, method = dict(self.settings), self.build_method()
-        if self.method == "local" and "epochs" not in settings.get("personal", {}):
+        settings, method = copy.deepcopy(dict(self.settings)), self.build_method()
+        own, inner = settings, method
+        while isinstance(inner, Wrapper):
+            own, inner = own.setdefault("inner", {}), inner.inner
+        if isinstance(inner, Local) and "epochs" not in own.get("personal", {}):
             average = round(self.rounds * self.cohort / seen_clients * method.local.epochs)
-            settings["personal"] = {**settings.get("personal", {}), "epochs": max(1, average)}
+            own["personal"] = {**own.get("personal", {}), "epochs": max(1, average)}
             method = catalog.build(self.method, settings)
         return replace(self, partition=partition, settings=catalog.settings_of(method))
 

@@ -97,6 +97,14 @@ def _placed(module: nn.Module) -> _Places:
 def _called(module: nn.Module, params: Params, x: Tree) -> Tensor:
     """`torch.func.functional_call`, but that one looks for the places at every call: 0.1 ms of a step."""
     places = _placed(module)
+    if params.keys() != places.keys():
+        absent, strange = sorted(places.keys() - params.keys()), sorted(params.keys() - places.keys())
+        told = [
+            f"{what} {', '.join(names)}" for what, names in (("without", absent), ("with", strange)) if names
+        ]
+        raise ApieceError(
+            f"a model can be called with all of its params and no others, not {' and '.join(told)}"
+        )
     own = [(held, name, held[name]) for path in params for held, name in places[path]]
     try:
         for path, tensor in params.items():

@@ -6,6 +6,7 @@ from apiece.evaluate import models
 from apiece.local import sgd
 from apiece.methods.local import Local
 from apiece.shard import Rows, Shard
+from apiece.wrappers.guarded import Guarded
 from tests.worlds import CPU, federation, linear_net
 
 
@@ -32,3 +33,22 @@ def test_it_gets_as_many_epochs_as_fedavgs_average_client() -> None:
     assert experiment.resolved(20, "iid").build_method().personal.epochs == 30
     fixed = Experiment(method="local", settings={"personal": {"epochs": 7}})
     assert fixed.resolved(20, "iid").build_method().personal.epochs == 7
+
+
+def test_so_it_does_in_wrappers() -> None:
+    """The same 30 epochs; settings of the wrappers stay."""
+    experiment = Experiment(
+        method="guarded(guarded(local))",
+        settings={"folds": 3, "inner": {"folds": 4, "inner": {"personal": {"lr": 0.3}}}},
+        rounds=30,
+        cohort=4,
+    )
+    outer = experiment.resolved(20, "iid").build_method()
+    assert isinstance(outer, Guarded)
+    assert isinstance(outer.inner, Guarded)
+    assert (outer.folds, outer.inner.folds) == (3, 4)
+    assert (outer.personal.lr, outer.personal.epochs) == (0.3, 30)
+    assert "epochs" not in experiment.settings["inner"]["inner"]["personal"]
+    fixed = {"inner": {"personal": {"epochs": 7}}}
+    resolved = Experiment(method="guarded(local)", settings=fixed).resolved(20, "iid")
+    assert resolved.build_method().personal.epochs == 7

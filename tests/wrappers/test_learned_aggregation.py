@@ -39,6 +39,7 @@ from apiece.engines.vectorized import Vectorized
 from apiece.evaluate import models
 from apiece.method import STACK, Stacked
 from apiece.methods.fedavg import FedAvg
+from apiece.methods.fedper import FedPer
 from apiece.methods.local import Local
 from apiece.sample import uniform
 from apiece.shard import Batch, Rows
@@ -410,6 +411,13 @@ def test_without_a_proxy_it_says_how_to_give_one() -> None:
 def test_an_update_that_is_no_difference_of_params_is_refused() -> None:
     training, server = world(LearnedAggregation(Local(), SHORT))
     with pytest.raises(ApieceError, match="update of Local is not a difference of params"):
+        list(servers(training, server, 1))
+
+
+def test_a_part_of_the_model_cannot_be_judged() -> None:
+    """FedPer's heads stay with the clients: the server has no model whose loss on the proxy it could take."""
+    training, server = world(LearnedAggregation(FedPer(), SHORT))
+    with pytest.raises(ApieceError, match="all of its params"):
         list(servers(training, server, 1))
 
 
