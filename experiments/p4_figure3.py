@@ -26,4 +26,5 @@ TABLE = Table(
     seeds=COMPARED.seeds,
     settings=("The runs of p4-figure2, scored every 5 rounds. The figure is a picture without numbers.",),
     departures=COMPARED.departures,
+    small=COMPARED.small,
 )

@@ -38,4 +38,5 @@ TABLE = Table(
         "those of Figure 2, whose numbers stand beside ours; the others are ours.",
     ),
     departures=COMPARED.departures,
+    small=COMPARED.small,
 )

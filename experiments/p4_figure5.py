@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from p4_figure2 import COLUMNS, TARGETS, rows
+from p4_figure2 import COLUMNS, TARGETS, rows, small
 
 from apiece import Experiment
 from apiece.report.results import Run
@@ -99,9 +99,9 @@ TABLE = Table(
         "The paper's: the prior task is the first half of the classes, the new one the last; the prior "
         "model is where training starts and θ_p; λ/ρ = 0.5/0.35, 1/0.7 and 1/1.5. All else as in Figure 2.",
         "From the authors' code: 20 to 30 examples of each class on Fashion-MNIST, 15 to 25 on CIFAR-10 "
-        "(ours: on CIFAR-100, too), the prior model is ADMM-FedMeta's with λ = 0, FedAvg and Per-FedAvg take one "
-        "local update, the latter with β = 0.001 on CIFAR. Clients of both tasks adapt by one step on their "
-        "own task's data.",
+        "(ours: on CIFAR-100, too), the prior model is ADMM-FedMeta's with λ = 0, FedAvg and Per-FedAvg take "
+        "one local update, the latter with β = 0.001 on CIFAR. Clients of both tasks adapt by one step on "
+        "their own task's data.",
     ),
     departures=(),
     findings=(
@@ -111,5 +111,5 @@ TABLE = Table(
         "On CIFAR-10 ADMM-FedMeta with the paper's λ keeps more of the prior task than printed, as much as "
         "the prior model had, and learns less of the new one.",
     ),
-    small=lambda experiment: replace(experiment, partition="cycle:2:10:20"),  # toy files have few examples
+    small=lambda experiment: replace(small(experiment), partition="cycle:2:10:20"),  # toy files are small
 )
