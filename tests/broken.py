@@ -134,6 +134,40 @@ class GrowingState(Averaging):
         return Reply(w - broadcast.params, Seen(torch.cat([client.losses, torch.zeros(1)])), weight=data.size)
 
 
+class Mean(NamedTuple):
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class DividesByTheSize(Averaging):
+    """Keeps a mean that a client without examples has none of."""
+
+    local: Recipe = Recipe()
+    personal: Recipe = Recipe()
+
+    def init_client(self, task: Task, broadcast: Model, start: Params, key: Tensor) -> Mean:
+        return Mean(torch.zeros(()))
+
+    def client_update(self, task: Task, broadcast: Model, client: Mean, data: Shard) -> Reply:
+        w = sgd(task.objective, broadcast.params, data, self.local)
+        everything = data.all()
+        losses = task.losses(task.predict(w, everything.x), everything.y) * everything.weight
+        return Reply(w - broadcast.params, Mean(losses.sum() / data.size), weight=data.size)
+
+
+@dataclass(frozen=True)
+class FieldWithoutType(Averaging):
+    """A class attribute where a setting was meant."""
+
+    local: Recipe = Recipe()
+    personal: Recipe = Recipe()
+    step = 0.5
+
+    def client_update(self, task: Task, broadcast: Model, client: Any, data: Shard) -> Reply:
+        w = sgd(task.objective, broadcast.params, data, self.local)
+        return Reply(self.step * (w - broadcast.params), weight=data.size)
+
+
 class Scheduled(NamedTuple):
     params: Params
     lr: Any

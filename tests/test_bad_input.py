@@ -112,6 +112,8 @@ def test_refused_before_anything_is_written(here: Path, arguments: str, message:
         ("resume .", ". holds no run: there is no experiment.toml in it"),
         ("report nowhere", "nowhere is no run folder"),
         ("report .", ". holds no run"),
+        ("run own.csv", "own.csv describes no experiment: for data of your own there is --data own.csv"),
+        ("run mine.py", "for a method of your own there is --method mine.py:ITS_CLASS"),
         ("export . --client 1 -o m", ". holds no run: there is no experiment.toml in it"),
         ("personalize . --data m.npz -o m", ". holds no run: there is no experiment.toml in it"),
         ("methods fedavgg", "unknown method 'fedavgg': did you mean 'fedavg'?"),

@@ -14,6 +14,8 @@ BROKEN = [
     (broken.CounterOutsideTheCarry(), "engines agree"),
     (broken.MutatedBroadcast(), "arguments stay unchanged"),
     (broken.GrowingState(), "client state keeps its shape"),
+    (broken.DividesByTheSize(), "runs"),
+    (broken.FieldWithoutType(), "static fields"),
     (broken.FloatInBroadcast(), "static fields"),
     (broken.RoundIndexInBroadcast(), "static fields"),
     (broken.FlatDropoutCounter(), "engines agree"),
@@ -40,6 +42,11 @@ def test_each_broken_method_is_refused_for_its_own_fault(method: Method, rule: s
 def test_a_client_that_reads_the_proxy_is_told_so() -> None:
     found = {finding.rule: finding.detail for finding in examine(broken.ReadsTheProxy())}
     assert "task.proxy or task.prior" in found["runs"]
+
+
+def test_a_field_without_a_type_is_told_with_the_type_to_write() -> None:
+    told = "step has no type, so it is no setting: write step: float, of a constant ClassVar[float]"
+    assert [f for f in examine(broken.FieldWithoutType()) if not f.ok] == [("static fields", False, told)]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +114,28 @@ NOT_A_NUMBER = (
 )
 
 
+STAYS = "return broadcast.params"
+DIVIDED = "return Reply({} * (w - broadcast.params), weight=data.size)"
+LOST = f"{STAYS} * float('nan')"
+ALL = "0, 1, 4, 9, 14, 17, 21, 25"
+# client_update's last line, personalize's, what is told and of whom; of the eight six take part in round 0
+NOT_FINITE = {
+    "update": (DIVIDED.format("(1.0 / data.size)"), STAYS, "the update", "0"),
+    "root": (DIVIDED.format("(data.size - 9.0).sqrt()"), STAYS, "the update", "0, 4"),
+    "every update": (DIVIDED.format("float('nan')"), STAYS, "the update", "0, 4, 9, 14, 21, 25"),
+    "weight": (SENT.replace("=data.size", "=1.0 / data.size"), STAYS, "the weight", "0"),
+    "model": (SENT, f"{STAYS} * (1.0 / data.size)", "the model that personalize returns", "0"),
+    "every model": (SENT, LOST, "the model that personalize returns", ALL),
+    "initial": (
+        SENT,
+        f"{STAYS}\n\n    def initial(self, task, broadcast, client): {LOST}",
+        "the model that initial returns",
+        ALL,
+    ),
+}
+REMEDY = "guard divisions by data.size; eps goes inside square roots"
+
+
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -141,6 +170,20 @@ def test_an_error_in_a_method_is_told_once_with_its_line(file: Path) -> None:
     assert refused(written(file, RECIPE, SENT)) == [("runs", False, NOT_A_NUMBER)]
 
 
+@pytest.mark.parametrize("mistake", NOT_FINITE)
+def test_what_is_not_finite_is_told_with_whose_it_is(mistake: str, file: Path) -> None:
+    """The engines leave such replies out, so states alone do not show it."""
+    second, personal, what, sizes = NOT_FINITE[mistake]
+    told = f"{what} is NaN or infinite where data.size is {sizes}: {REMEDY}"
+    assert refused(written(file, TRAINED, second, personal)) == [("runs", False, told)]
+
+
+def test_of_a_refused_reply_the_state_is_told() -> None:
+    found = {finding.rule: finding.detail for finding in examine(broken.DividesByTheSize())}
+    told = "the state in client_update's Reply is NaN or infinite where data.size is 0"
+    assert found == {"client state keeps its shape": "", "runs": f"{told}: {REMEDY}"}
+
+
 def test_a_state_rule_that_cannot_be_examined_is_left_out_if_the_method_does_not_run(file: Path) -> None:
     expression = written(file, "raise KeyError('a')", "")
     note = "while the shape of W's reply was worked out on fake tensors"
@@ -160,6 +203,49 @@ def test_in_a_wrapper_the_line_is_the_inner_methods(file: Path) -> None:
     first, second, _ = MISTAKES["if"]
     told = BY_VALUE.format("Elastic", 15)
     assert refused(f"elastic({written(file, first, second)})") == [("runs", False, told)]
+
+
+NET = """from torch import nn
+{imported}
+
+class Net(nn.Module):
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x):
+        {forward}
+"""
+HELPER = """def scaled(h):
+    return 2 * h if h.sum() > 0 else h
+"""
+FORWARDS = {
+    "own": ("", "h = self.head(x.flatten(1)); return 2 * h if h.sum() > 0 else h", "net.py:10 in forward"),
+    "helper's": (
+        "from helping_net import scaled",
+        "return scaled(self.head(x.flatten(1)))",
+        "helping_net.py:2 in scaled",
+    ),
+}
+
+
+@pytest.mark.parametrize("whose", FORWARDS)
+def test_an_if_in_the_model_is_told_of_the_model(whose: str, file: Path) -> None:
+    imported, forward, where = FORWARDS[whose]
+    (file.parent / "helping_net.py").write_text(HELPER)
+    net = file.parent / "net.py"
+    net.write_text(NET.format(imported=imported, forward=forward))
+    run = ("run", *SIZES, "--engine", "sequential", "--rounds", "1", "--out", str(file.parent / "run"))
+    outcome = apiece(*run, "--model", f"{net}:Net")
+    told = BY_VALUE.replace("tree.", "torch.").replace("method {}", "model Net").split(" (")[0]
+    assert outcome == (2, "", f"error: {told} ({where})\n")
+
+
+def test_a_shape_that_a_model_refuses_is_told_with_the_methods_line(file: Path) -> None:
+    """None of the frames below is anybody's own: the model's are PyTorch's."""
+    wrong = "task.predict(broadcast.params, data.all().x[:, :1])"
+    (finding,) = refused(written(file, wrong, SENT))
+    assert "(my_method.py:14 in client_update; " in finding.detail
 
 
 def test_a_run_tells_the_lines_of_the_file(file: Path) -> None:

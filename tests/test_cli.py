@@ -614,6 +614,18 @@ def test_where_nobody_sees_a_bar_there_are_lines(tmp_path: Path) -> None:
     assert apiece("run", *SMALL, "--json", "--out", str(tmp_path / "quiet")).err == ""
 
 
+def test_scores_of_another_round_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "APART", -1.0)
+    words = ("--rounds", "3", "--evaluate-every", "2", "--out", str(tmp_path / "run"))
+    lines = apiece("run", *SIZES, *words).err.splitlines()
+    assert [re.sub(r"  .*unseen \S+", "", line) for line in lines] == [
+        "fedavg 0/3",
+        "fedavg 1/3 (round 0)",
+        "fedavg 2/3",
+        "fedavg 3/3",
+    ]
+
+
 def test_a_wrapper_around_something_shows_the_settings_of_both() -> None:
     text = apiece("methods", "guarded(ditto)").out
     assert "folds = 5" in text

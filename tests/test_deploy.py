@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from apiece import ApieceError, deploy, load, session
-from tests.command import SMALL, apiece, interrupted, table
+from tests.command import SIZES, SMALL, apiece, interrupted, table
 
 
 def linear(file: Path) -> nn.Linear:
@@ -276,3 +276,13 @@ def test_a_run_whose_code_has_changed_is_refused(tmp_path: Path) -> None:
     assert outcome.code == 2
     assert f"has changed since {folder} was begun" in outcome.err
     assert not (tmp_path / "n").exists()
+
+
+def test_so_is_one_that_is_finished_when_it_is_compared(tmp_path: Path) -> None:
+    file, folder = tmp_path / "mine.py", tmp_path / "runs"
+    words = ("compare", "--methods", "fedavg", *SIZES, "--rounds", "1", "--model", f"{file}:net")
+    for text, told in ((NET, ""), (NET + "\n", ""), (NET.replace("classes)\n", "1 * classes)\n"), "changed")):
+        file.write_text(text)
+        outcome = apiece(*words, "--out", str(folder))
+        assert (outcome.code == 2) == bool(told), outcome.err
+        assert told in outcome.err

@@ -29,6 +29,31 @@ def test_figures_by_hand() -> None:
     assert group.harmed == pytest.approx(1 / 3)
 
 
+def test_who_diverges_is_harmed_and_keeps_the_initial_score() -> None:
+    """Of four clients one has no test examples and one a personalized model that is not finite."""
+    pair = Pair(np.array([0.5, 0.9, NAN, 0.1]), np.array([0.6, NAN, NAN, 0.4]))
+    group = summarize(pair, np.ones(4, dtype=bool), np.array([10, 20, 0, 30]))
+    assert group is not None
+    assert (group.clients, group.scored, group.diverged) == (4, 3, 1)
+    assert group.initial == pytest.approx(0.5)
+    assert group.initial_weighted == pytest.approx((5 + 18 + 3) / 60)
+    assert group.personalized == pytest.approx(0.5)
+    assert group.personalized_weighted == pytest.approx((6 + 12) / 40)
+    assert (group.initial_worst10, group.personalized_worst10) == (0.1, 0.4)
+    assert group.harmed == pytest.approx(1 / 3)
+
+
+def test_all_may_diverge() -> None:
+    group = summarize(
+        Pair(np.array([0.5, 0.7]), np.array([NAN, NAN])), np.ones(2, dtype=bool), np.array([3, 4])
+    )
+    assert group is not None
+    assert (group.scored, group.diverged, group.harmed) == (2, 2, 1.0)
+    assert group.initial == pytest.approx(0.6)
+    assert math.isnan(group.personalized)
+    assert math.isnan(group.personalized_worst10)
+
+
 def test_the_worst_tenth_is_rounded_up() -> None:
     """Of 21 clients the worst 3: 0, 0.01, 0.02."""
     scores = np.arange(21) / 100

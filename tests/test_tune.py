@@ -583,3 +583,15 @@ def test_the_help_fits_a_terminal() -> None:
     assert outcome.code == 0
     assert max(map(len, outcome.out.splitlines())) <= 80
     assert "apiece tune " in outcome.out.split("Example")[1]
+
+
+def test_a_trial_of_a_file_that_has_changed_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, log = tmp_path / "mine.py", tmp_path / "trials.jsonl"
+    text = "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, {}))\n"
+    ran = count_runs(monkeypatch)
+    for written, count in (("10", 1), (" 10 ", 1), ("5 + 5", 2)):
+        file.write_text(text.format(written))
+        tune.search(replace(BASE, model=f"{file}:net"), 1, [0], {}, log)
+        assert len(ran) == count

@@ -10,6 +10,7 @@ dropout and a normalization layer.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from apiece.engines.sequential import Sequential
 from apiece.errors import ApieceError
 from apiece.evaluate import models
 from apiece.method import Broadcast, Method, Reply, Round, Server, Wrapper, inner_methods
+from apiece.optim import Recipe, Rule
 from apiece.params import Params
 from apiece.sample import uniform
 from apiece.shard import Rows, Shard
@@ -184,14 +186,6 @@ class _World:
     def reply(self, broadcast: Broadcast, client: Tree, key: int = 1, who: int = 5) -> Reply:
         return self.method.client_update(self.task.for_clients(), broadcast, client, self.shard(who, key))
 
-    def play(self, engine: Engine) -> Iterator[_Snapshot]:
-        """What there is to see after each round."""
-        training, server = self.training(engine), self.server()
-        for index in range(ROUNDS):
-            seen = _turn(training, server, index)
-            server = seen.server
-            yield seen
-
 
 def _turn(training: Training, server: Server, index: int) -> _Snapshot:
     """What there is to see after round `index`."""
@@ -200,11 +194,12 @@ def _turn(training: Training, server: Server, index: int) -> _Snapshot:
     broadcast, f = training.broadcast(closed.server, index + 1), training.federation
     states = f.states(training.engine, broadcast, everyone)
     found = models(training.engine, f, broadcast, everyone, index + 1)
-    return _Snapshot(closed.ids, closed.server, states, found)
+    return _Snapshot(closed.ids, closed.finite, closed.server, states, found)
 
 
 class _Snapshot(NamedTuple):
     cohort: tuple[int, ...]
+    finite: Tensor  # per client of the cohort: was its reply?
     server: Server
     clients: Tree
     models: list[tuple[Params, Params]]  # initial, personalized
@@ -255,18 +250,62 @@ def _distance(a: Tree, b: Tree) -> tuple[float, str]:
 
 def _runs(world: _World) -> Iterator[str]:
     try:
-        for seen in world.play(Sequential(world.task.device)):
-            if not tree.finite((seen.server, seen.clients), world.task.device):
-                yield "a state became NaN or infinite on clients of 0, 1, 4, 9, 14, 17, 21 and 25 examples"
-                return
+        yield from _not_finite(world)
     except Exception as error:
         open_task = dataclasses.replace(world, task=_Leaky(**_fields(world.task)))
         try:
-            list(open_task.play(Sequential(world.task.device)))
+            list(_not_finite(open_task))
         except Exception:
             yield _told(error, world.method)
         else:
             yield "a client reads task.proxy or task.prior: they are the server's own, not the clients'"
+
+
+def _not_finite(world: _World) -> Iterator[str]:
+    """The first thing in a few rounds that is NaN or infinite: others may come of it."""
+    training, server = world.training(Sequential(world.task.device)), world.server()
+    for index in range(ROUNDS):
+        seen = _turn(training, server, index)
+        if not tree.finite(seen.server, world.task.device):
+            yield "the server's state is NaN or infinite: guard divisions; eps goes inside square roots"
+            return
+        for what, values in _of_clients(training, server, index, seen).items():
+            sizes = [str(SIZES[who]) for who, v in values.items() if not tree.finite(v, world.task.device)]
+            if sizes:
+                yield (
+                    f"{what} is NaN or infinite where data.size is {', '.join(sizes)}: guard divisions by "
+                    f"data.size; eps goes inside square roots"
+                )
+                return
+        server = seen.server
+
+
+def _of_clients(
+    training: Training, server: Server, index: int, seen: _Snapshot
+) -> dict[str, dict[int, Tree]]:
+    """What clients made in round `index`, causes first. Those whose reply was refused still have the state
+    from before, so that it is told what of the reply it was.
+    """
+    states = {who: tree.take(seen.clients, who) for who in range(len(SIZES))}
+    fine = dict(zip(seen.cohort, seen.finite.tolist(), strict=True))
+    refused = {who: _replayed(training, server, index, who, states[who]) for who in fine if not fine[who]}
+    return {
+        "the state that init_client returns": states,
+        "the update": {who: reply.update for who, reply in refused.items()},
+        "the state in client_update's Reply": {who: reply.state for who, reply in refused.items()},
+        "the weight": {who: torch.as_tensor(reply.weight) for who, reply in refused.items()},
+        "the model that initial returns": {who: pair[0] for who, pair in enumerate(seen.models)},
+        "the model that personalize returns": {who: pair[1] for who, pair in enumerate(seen.models)},
+    }
+
+
+def _replayed(training: Training, server: Server, index: int, who: int, state: Tree) -> Reply:
+    """A client's reply in round `index`, its update decoded."""
+    f, round = training.federation, training.round(index)
+    task, broadcast = f.task.for_clients(), training.broadcast(server, index)
+    rows, even = f.rows(f.data.take([who]).train, [0], [who], random.fold(round.key, "client"))
+    reply = f.method.client_update(task, broadcast, state, f.shard(tree.take(rows, 0), even))
+    return reply._replace(update=f.method.decode(task, broadcast, reply.update))
 
 
 class _Leaky(Task):
@@ -281,6 +320,9 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _static_fields(world: _World) -> Iterator[str]:
+    for name, value in _untyped(type(world.method)).items():
+        kind = type(value).__name__
+        yield f"{name} has no type, so it is no setting: write {name}: {kind}, of a constant ClassVar[{kind}]"
     seen: dict[str, set[Any]] = {}
     server = world.server()
     for index in range(6):
@@ -297,6 +339,18 @@ def _static_fields(world: _World) -> Iterator[str]:
     for path, leaf in tree.flatten(server).items():
         if isinstance(leaf, float):
             yield f"server/{path} is a Python float: make it a 0-d tensor"
+
+
+def _untyped(cls: type[Method]) -> dict[str, Any]:
+    """What a method's class holds as if it were a field; private names are its own affair."""
+    known = {*inspect.get_annotations(cls), *vars(Method)}
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if isinstance(value, bool | int | float | str | Recipe | Rule)
+        and name not in known
+        and name[0] != "_"
+    }
 
 
 def _state_is_constant(world: _World) -> Iterator[str]:
@@ -334,7 +388,7 @@ def _engines_agree(world: _World) -> Iterator[str]:
         server = one.server
         cohort = torch.as_tensor(one.cohort, device=device)
         together.federation.store.put(one.cohort, tree.take(one.clients, cohort))
-        gap, path = _distance(one[1:], many[1:])
+        gap, path = _distance(one[2:], many[2:])
         if gap > TOLERANCE:
             yield (
                 f"sequential and vectorized differ by {gap:.1e} at {path} in round {index}: use local.loop "

@@ -68,6 +68,9 @@ class Group(NamedTuple):
     initial_worst10: float
     personalized_worst10: float
     harmed: float
+    diverged: (
+        int  # clients with an initial score whose personalized model is not finite: they count as harmed
+    )
 
 
 def models(
@@ -214,24 +217,38 @@ def summarize(
     """
     if not chosen.any():
         return None
-    initial, personalized, weight = pair.initial[chosen], pair.personalized[chosen], n_test[chosen]
-    scored = ~np.isnan(initial) & ~np.isnan(personalized)
-    initial, personalized, weight = initial[scored], personalized[scored], weight[scored]
-    if not len(initial):
-        return Group(int(chosen.sum()), 0, *[math.nan] * 9)
+    measured = chosen & ~np.isnan(pair.initial)
+    if not measured.any():
+        return Group(int(chosen.sum()), 0, *_NOBODY, *_NOBODY, math.nan, 0)
+    initial, personalized, weight = pair.initial[measured], pair.personalized[measured], n_test[measured]
+    finite = ~np.isnan(personalized)
+    worse = personalized > initial if lower else personalized < initial
+    own, adapted = _spread(initial, weight, lower), _spread(personalized[finite], weight[finite], lower)
     return Group(
         int(chosen.sum()),
         len(initial),
-        float(initial.mean()),
-        float(personalized.mean()),
-        float(np.average(initial, weights=weight)),
-        float(np.average(personalized, weights=weight)),
-        float(initial.std()),
-        float(personalized.std()),
-        _worst(initial, lower),
-        _worst(personalized, lower),
-        float((personalized > initial if lower else personalized < initial).mean()),
+        own[0],
+        adapted[0],
+        own[1],
+        adapted[1],
+        own[2],
+        adapted[2],
+        own[3],
+        adapted[3],
+        float((worse | ~finite).mean()),
+        int((~finite).sum()),
     )
+
+
+_NOBODY = (math.nan,) * 4
+
+
+def _spread(scores: Floats, weight: NDArray[np.int64], lower: bool) -> tuple[float, float, float, float]:
+    """Mean, mean by examples, standard deviation, and mean of the worst tenth."""
+    if not len(scores):
+        return _NOBODY
+    mean, by_examples = float(scores.mean()), float(np.average(scores, weights=weight))
+    return mean, by_examples, float(scores.std()), _worst(scores, lower)
 
 
 def _worst(scores: Floats, lower: bool) -> float:

@@ -31,6 +31,10 @@ ENGINES = (
     "ray(sequential)",
     "ray(vectorized)",
 )
+NOT_TOML = {  # what else may be given where an experiment's file is, and the way in for it
+    **dict.fromkeys((".csv", ".npz", ".parquet"), "for data of your own there is --data {}"),
+    ".py": "for a method of your own there is --method {}:ITS_CLASS",
+}
 PROXY = 0.02  # where a method needs a proxy set and none was asked for
 
 
@@ -160,6 +164,8 @@ def from_table(table: Mapping[str, Any], base: Experiment | None = None) -> Expe
 
 
 def read(path: Path, base: Experiment | None = None) -> Experiment:
+    if path.suffix in NOT_TOML:
+        raise ApieceError(f"{path} describes no experiment: {NOT_TOML[path.suffix].format(path)}")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -160,13 +160,24 @@ def resume(out: str | Path, progress: Progress = lambda done, scores: None) -> R
     if not folder.is_dir():
         raise ApieceError(f"there is no folder {folder}")
     if not (folder / "experiment.toml").exists():
-        raise ApieceError(f"{folder} holds no run: there is no experiment.toml in it")
+        raise _no_run(folder)
     if (folder / "federation.json").exists():
         raise ApieceError(f"{folder} is a federation: go on with: apiece federate server --resume {folder}")
     with files.locked(folder):
         if (folder / "summary.json").exists():
             raise ApieceError(f"{folder} is finished: see it with: apiece report {folder} -o report.html")
         return carry_out(reopen(folder), progress)[0]
+
+
+def _no_run(folder: Path) -> ApieceError:
+    inside = sorted(path.parent.name for path in folder.glob("*/experiment.toml"))
+    told = f"{folder} holds no run: there is no experiment.toml in it"
+    if not inside:
+        return ApieceError(told)
+    names = ", ".join(inside[:5]) + (", …" if len(inside) > 5 else "")
+    return ApieceError(
+        f"{told}. It is a folder of runs: take one of {names}, or repeat the command that made it"
+    )
 
 
 def run_or_resume(
@@ -187,6 +198,16 @@ def _refuse_another(experiment: Experiment, folder: Path) -> None:
     data = load_data(asked)
     if experiments.read(folder / "experiment.toml") != asked.resolved(len(data.seen_ids), data.partition):
         raise ApieceError(f"{folder} holds another experiment: choose another folder with --out")
+    _refuse_changed_code(asked, _recorded(folder), folder)
+
+
+def _refuse_changed_code(experiment: Experiment, choice: Choice | None, folder: Path) -> None:
+    """Files of one's own are to be those that the run was begun with."""
+    if choice is not None and choice.code and choice.code != code(experiment.method, experiment.model):
+        raise ApieceError(
+            f"the code of {experiment.method!r} or {experiment.model!r} has changed since {folder} was "
+            f"begun: what it left would be taken for another's. Put it back, or start a new run."
+        )
 
 
 def run_spread(runs: Sequence[tuple[Experiment, Path]]) -> Iterator[int]:
@@ -203,20 +224,25 @@ def run_spread(runs: Sequence[tuple[Experiment, Path]]) -> Iterator[int]:
     yield from (done for done, _ in enumerate(spread(run_or_resume, orders, cluster), 1))
 
 
+def _recorded(folder: Path) -> Choice | None:
+    """What a run's folder says was chosen; None: nothing yet."""
+    place = folder / "engine.json"
+    try:
+        return Choice(**json.loads(place.read_text())) if place.exists() else None
+    except (TypeError, ValueError) as error:
+        raise ApieceError(
+            f"{place} is damaged: {error}. Delete it to have the engine chosen again."
+        ) from error
+
+
 def reopen(folder: Path, beside: Session | None = None) -> Session:
     """The session of a run folder, with the engine it recorded; `beside` another that recorded the same."""
     if not (folder / "experiment.toml").exists():
-        raise ApieceError(f"{folder} holds no run: there is no experiment.toml in it")
+        raise _no_run(folder)
     if (folder / "federation.json").exists():
         raise ApieceError(f"{folder} is a federation: each client has its model on its own disk")
     experiment = experiments.read(folder / "experiment.toml")
-    recorded = folder / "engine.json"
-    try:
-        choice = Choice(**json.loads(recorded.read_text())) if recorded.exists() else None
-    except (TypeError, ValueError) as error:
-        raise ApieceError(
-            f"{recorded} is damaged: {error}. Delete it to have the engine chosen again."
-        ) from error
+    choice = _recorded(folder)
     if choice is not None and choice.torch != torch.__version__:
         log.warning(
             "%s was begun with PyTorch %s; this is %s, and bits may differ",
@@ -224,16 +250,12 @@ def reopen(folder: Path, beside: Session | None = None) -> Session:
             choice.torch,
             torch.__version__,
         )
-    if choice is not None and choice.code and choice.code != code(experiment.method, experiment.model):
-        raise ApieceError(
-            f"the code of {experiment.method!r} or {experiment.model!r} has changed since {folder} was "
-            f"begun: what it left would be taken for another's. Put it back, or start a new run."
-        )
+    _refuse_changed_code(experiment, choice, folder)
     session = prepare(experiment, folder, choice, beside=beside)
     rows = _partition(session)
     if choice is None:
         files.write_csv(folder / "partition.csv", PARTITION_COLUMNS, rows)
-        files.write_json(recorded, asdict(session.choice))
+        files.write_json(folder / "engine.json", asdict(session.choice))
     elif (
         choice.data != fingerprint(session.federation.data)
         or files.csv_text([PARTITION_COLUMNS, *rows]) != (folder / "partition.csv").read_text()
@@ -333,6 +355,7 @@ class _Book:
         if not scored:
             scored = s.scores(self.server, e.rounds)
             record.clients(scored)
+        _tell_diverged(scored[0].groups, e)
         facts = {
             "method": e.method,
             "seed": e.seed,
@@ -345,6 +368,22 @@ class _Book:
         if record.folder is not None:
             write_model(record.folder / "model", s, s.newcomer(self.server, e.rounds))
         return Result(record.summary(facts, scored), scored[0].pairs, scored[0].ids, s, self.server)
+
+
+def _tell_diverged(groups: Groups, experiment: Experiment) -> None:
+    """Some clients' personalization went astray: the mean of the others is not that of all."""
+    for name, group in groups.items():
+        if group is not None and group.diverged:
+            log.warning(
+                "%s seed %d: the personalized models of %d of %d %s clients are not finite (NaN or "
+                "infinity). They count as harmed and are left out of the other personalized figures. Lower "
+                "--set personal.lr",
+                experiment.method,
+                experiment.seed,
+                group.diverged,
+                group.scored,
+                name,
+            )
 
 
 @torch.no_grad()

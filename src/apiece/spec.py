@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -21,6 +24,8 @@ from apiece.random import as_key
 from apiece.shard import Batch, Rows, Shard
 from apiece.task import Task
 from apiece.tree import Tree
+
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 class Spec(NamedTuple):
@@ -64,11 +69,7 @@ def spec(method: Method, task: Task, broadcast: Broadcast, start: Params, x: Tre
             client = method.init_client(task.for_clients(), broadcast, start, key)
             reply = method.client_update(task.for_clients(), broadcast, client, OneBatch(x, y, rows, True))
     except DataDependentOutputException as error:
-        where = place(error, method)
-        raise ApieceError(
-            f"method {type(method).__name__}: a Python `if`, float() or .item() on a tensor: it differs by "
-            f"client; use tree.where, or keep it a tensor" + (f" ({where})" if where else "")
-        ) from error
+        raise ApieceError(_value_asked(error, method, task)) from error
     except Exception as error:
         error.add_note(f"while the shape of {type(method).__name__}'s reply was worked out on fake tensors")
         raise
@@ -88,14 +89,36 @@ def _start_autograd() -> None:
         torch.autograd.grad(one * one, one)
 
 
+def _value_asked(error: Exception, method: Method, task: Task) -> str:
+    """Who asks for the value of a tensor, the task's model or else the method, and what to do."""
+    frames = traceback.walk_tb(error.__traceback__)
+    in_model = any(frame.f_locals.get("self") is task.module for frame, _ in frames)
+    kind, culprit, instead = ("model", task.module, "torch") if in_model else ("method", method, "tree")
+    where = place(error, method)
+    return (
+        f"{kind} {type(culprit).__name__}: a Python `if`, float() or .item() on a tensor: it differs by "
+        f"client; use {instead}.where, or keep it a tensor" + (f" ({where})" if where else "")
+    )
+
+
 def place(error: Exception, method: Method) -> str:
-    """`my_method.py:14 in client_update`: the deepest frame in a file of the method or of its inner ones."""
+    """`my_method.py:14 in client_update`: the deepest frame of the method, its inner ones, a model or other
+    files that are neither installed nor this package's.
+    """
     own = _modules(method)
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         code = frame.f_code  # a dataclass's own methods stand in no file
-        if frame.f_globals.get("__name__") in own and not code.co_filename.startswith("<"):
+        told = frame.f_globals.get("__name__") in own or not _of_library(frame)
+        if told and not code.co_filename.startswith("<"):
             return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
     return ""
+
+
+def _of_library(frame: FrameType) -> bool:
+    module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+    if module.startswith("apiece."):
+        return not module.startswith("apiece.models.")
+    return module.partition(".")[0] in {"torch", *sys.stdlib_module_names} or file.startswith(_INSTALLED)
 
 
 def keep_form(method: Method, before: Tree, after: Tree) -> None:

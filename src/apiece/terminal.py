@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +43,8 @@ JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print JSON for a program to read.", rich_help_panel=OUTPUT)
 ]
 
-out = Console()
+WIDE = 160  # characters in a line where no terminal says how many there are
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 err = Console(stderr=True)
 
 APART = 10.0  # seconds between lines that tell how far a run is
@@ -82,18 +85,20 @@ def bar(
     name = without_folders(title)
     bar = Progress(*columns, console=err, disable=quiet or not err.is_terminal)
     job = bar.add_task(name, total=rounds, scores="")
-    scores, told = "", -math.inf
+    scores, measured, told = "", 0, -math.inf
 
     def tick(done: int, groups: Groups | None) -> None:
-        nonlocal scores, told
-        scores = _scores(groups) if groups else scores
+        nonlocal scores, measured, told
+        if groups:
+            scores, measured = _scores(groups), done
+        shown = f"{scores} (round {measured})" if scores and measured != done else scores
         if bar.disable:
             if not quiet and (time.monotonic() - told > APART or done == rounds):
                 told = time.monotonic()
-                err.print(f"{name} {done}/{rounds}  {scores}".rstrip(), highlight=False, markup=False)
+                err.print(f"{name} {done}/{rounds}  {shown}".rstrip(), highlight=False, markup=False)
             return
         bar.start()
-        bar.update(job, completed=done, scores=scores)
+        bar.update(job, completed=done, scores=shown)
 
     interrupted = False
     try:

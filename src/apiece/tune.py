@@ -34,6 +34,7 @@ from apiece.checkpoint import sync
 from apiece.data.federated import Examples, Federated, resident
 from apiece.errors import ApieceError, unknown
 from apiece.experiment import Experiment
+from apiece.importing import code
 from apiece.method import Method, Span, inner_methods
 from apiece.prepare import Session, fingerprint, load_data, prepare
 from apiece.record import SCORES
@@ -243,6 +244,7 @@ class _Bench:
             )
         self._experiment = replace(experiment, also=(), store="memory")
         self._held = _digest(self._data)
+        self._code = [own] if (own := code(experiment.method, experiment.model)) else []
         self._log = log
         self._known = {run.id: run for run in _read(log)}
         self._chosen: dict[str, Any] = {}  # engine and threads: those of the first trial are all trials'
@@ -253,7 +255,7 @@ class _Bench:
         for seed in seeds:
             described = with_settings(replace(self._experiment, seed=seed), settings)
             whole = described.resolved(self._data.population, self._data.partition)
-            place = hashlib.sha256(f"{whole.id} {self._held}".encode()).hexdigest()[:16]
+            place = hashlib.sha256(" ".join((whole.id, self._held, *self._code)).encode()).hexdigest()[:16]
             run = self._known.get(place) or self._run(described, place, number, settings)
             self._chosen = self._chosen or {"engine": run.engine, "threads": run.threads}
             runs.append(run)

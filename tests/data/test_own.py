@@ -179,6 +179,8 @@ def test_parquet_of_several_kinds(tmp_path):
         ("client,f,label\na,1,0\nb,1\n", "a.csv: line 3 has 2 cells, the header 3"),
         ("client,f,label\na,1,\n", "a.csv: line 2, column 'label': the cell is empty"),
         ("client,f,label\na,1,0\n,1,0\n", "a.csv: line 3, column 'client': the cell is empty"),
+        ("client,f,label\na,1,yes\na,1,NA\n", "a.csv: line 3, column 'label': 'NA' stands for nothing"),
+        ("client,f,label\n?,1,yes\n", r"a.csv: line 2, column 'client': '\?' stands for nothing"),
         ("client,f,label\na,1,0\na,1,-2\n", "a.csv: labels out of range: -2 in row 1"),
         ("client,f,label\n", "a.csv: there are no examples"),
         ('client,f,label\na,1,"0\n', "a.csv: cannot be read: "),

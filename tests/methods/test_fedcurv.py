@@ -92,7 +92,7 @@ def test_equals_its_objective_also_when_replies_are_lost(engine: Engine) -> None
         plain.round(t, heard)
         answered.append(set(heard))
         close(server.params, plain.w)
-        kept = states(training, server, t + 1).of
+        kept = states(training, server, t + 1).share
         for k in range(len(SIZES)):
             w_k, F_k = plain.held.get(k, (plain.w, zeros(plain.w)))
             close(tree.take(kept.F, k), F_k)
@@ -165,7 +165,7 @@ def test_a_client_that_lost_its_examples_has_no_share() -> None:
     method, task = FedCurv(LAM, LOCAL), Task(net)
     server = method.init(task, task.init(1), 0)
     share = type(server.total)(task.init(2), task.init(3))
-    held = method.init_client(task, server, server.params, random.as_key(0))._replace(of=share)
+    held = method.init_client(task, server, server.params, random.as_key(0))._replace(share=share)
     reply = method.client_update(task, server._replace(total=share), held, shard(0, 4)[0])
     assert all(not leaf.any() for leaf in tree.leaves(reply.update))
     assert same_bits(held, reply.state)

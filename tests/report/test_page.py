@@ -32,8 +32,8 @@ CLIENTS = [
 ]
 
 
-def row(label: str, seen: Scores, unseen: Scores = NOBODY, seeds: int = 3) -> TableRow:
-    return TableRow(label, label, tuple(range(seeds)), 0, seen, unseen, NONE, NONE, NONE)
+def row(label: str, seen: Scores, unseen: Scores = NOBODY, seeds: int = 3, data: str = "digits") -> TableRow:
+    return TableRow(label, label, data, tuple(range(seeds)), 0, seen, unseen, NONE, NONE, NONE)
 
 
 def pair(initial: Stat, personalized: Stat) -> Scores:
@@ -79,11 +79,58 @@ def test_headline_of_a_tie() -> None:
     assert page.headline(rows, "accuracy")[0].endswith("; level with it is b with 75.0 ± 10.0 %.")
 
 
+def test_headline_does_not_rank_runs_on_different_data() -> None:
+    """Nor does a run without a result make one out of runs on the same data."""
+    scores = pair(Stat(0.5, 0.1), Stat(0.75, 0.1))
+    told = ["These runs are on different data: only scores on the same data compare."]
+    assert page.headline([row("a", scores), row("b", scores, data="mnist")], "accuracy") == told
+    unfinished = row("b", NOBODY, seeds=0, data="mnist")
+    assert page.headline([row("a", scores), unfinished], "accuracy")[0].startswith(
+        "On seen clients a reaches"
+    )
+
+
 def test_title_names_few_methods_and_counts_many(fake: Fake) -> None:
     html = page.html([results.load(fake(name, method=name)) for name in "abc"])
     assert "<h1>a, b and c on digits</h1>" in html
     html = page.html([results.load(fake(name, method=name)) for name in "defg"])
     assert "<h1>4 methods on digits</h1>" in html
+
+
+def test_folders_stand_in_the_experiments_alone(fake: Fake) -> None:
+    """The class is enough of a method, the file of data, the folder's name of the run that was the prior."""
+    methods = ["/home/me/own.py:Mine", "guarded(/home/me/own.py:Mine)"]
+    common = {"data": "/home/me/patients.csv", "model": "/home/me/net.py:net"}
+    also = {"/home/me/more.csv": PRIOR["prior"]}
+    runs = [
+        results.load(fake(str(i), method=method, also=also, prior=f"/home/me/{i}", **common))
+        for i, method in enumerate(methods)
+    ]
+    html = page.html([run._replace(experiment=run.experiment | {"also": list(also)}) for run in runs])
+    told, _, experiments = html.partition("<h2>The experiments</h2>")
+    text = text_of(told)
+    assert "<h1>Mine and guarded(Mine) on patients.csv</h1>" in told
+    assert "data patients.csv model net" in text
+    assert " more.csv, seen clients, %" in text
+    assert "also: prior (0, 1)." in text
+    assert "/home" not in told
+    assert all(path in experiments for path in (*methods, *common.values()))
+
+
+def test_a_sequence_of_tasks_is_told_by_its_data(fake: Fake) -> None:
+    """As `apiece continual` leaves it. Bold: of the two runs on b, the one with 80 %, not the 90 % on a."""
+    after = {"data": "b", "start": "/runs/first", "prior": "/runs/first"}
+    runs = [
+        results.load(fake("first", data="a", start="", prior="", seen=(0.5, 0.9))),
+        results.load(fake("next", seen=(0.5, 0.8), **after)),
+        results.load(fake("other", method="reptile", seen=(0.5, 0.7), **after)),
+    ]
+    html = page.html(runs)
+    text = text_of(html)
+    assert "These runs are on different data" in text
+    assert "the best of each column among runs on the same data is bold" in text
+    assert re.findall(r"<td[^>]*><b>([\d.]+)</b>", html) == ["80.0"]
+    assert "start (–, first); prior (–, first)" in text
 
 
 def test_headline_without_results() -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from apiece.errors import ApieceError
 from apiece.report import results
-from apiece.report.results import Client, Count, Curve, Label, Point, Stat
+from apiece.report.results import Client, Count, Curve, Label, Point, Run, Stat
 
 Fake = Callable[..., Path]
 
@@ -153,6 +155,98 @@ def test_labels_say_what_tells_experiments_of_one_method_apart(fake: Fake) -> No
     ]
 
 
+def described(**experiment: object) -> Run:
+    """A run of which nothing is known but its experiment."""
+    return Run(Path("run"), "", {"method": "fedavg", **experiment}, (), (), (), (), (), None, "accuracy")
+
+
+def labels(*experiments: dict[str, object]) -> list[str]:
+    return [group.label for group in results.groups([described(**e) for e in experiments])]
+
+
+def test_labels_say_the_data_where_there_are_several() -> None:
+    """Which other data are scored and which run was the start follows from that."""
+    first = {"data": "a", "also": ["b"], "start": "", "prior": ""}
+    then = {"data": "b", "also": ["a"], "start": "first", "prior": "first"}
+    assert labels(first, then, then | {"method": "reptile"}) == [
+        "fedavg (data=a)",
+        "fedavg (data=b)",
+        "reptile (data=b)",
+    ]
+
+
+def test_labels_say_what_follows_from_the_data_only_if_it_is_needed() -> None:
+    """The start first, which is enough for the first three; then the prior; then what else is scored."""
+    first = {"data": "a", "also": ["b", "c"], "start": "", "prior": ""}
+    again = first | {"start": "second", "prior": "first"}
+    assert labels(first, again) == ["fedavg (start=–)", "fedavg (start=second)"]
+    other = again | {"prior": "second"}
+    assert labels(again, other) == ["fedavg (prior=first)", "fedavg (prior=second)"]
+    assert labels(first, again, other) == [
+        "fedavg (start=–, prior=–)",
+        "fedavg (start=second, prior=first)",
+        "fedavg (start=second, prior=second)",
+    ]
+    assert labels(first, first | {"also": []}) == ["fedavg (also=b and c)", "fedavg (also=–)"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        (["/x/own.py:Mine", "fedavg"], ["Mine", "fedavg"]),
+        (["guarded(/x/own.py:Mine)", "/x/own.py:Mine"], ["guarded(Mine)", "Mine"]),
+        (["/x/clip.py:Clip(/my x/own.py:Mine)"], ["Clip(Mine)"]),
+        (["/x/own.py:Mine", "/x/other.py:Mine"], ["own.py:Mine", "other.py:Mine"]),
+        (["/x/own.py:Mine", "elastic(/y/own.py:Mine)"], ["x/own.py:Mine", "elastic(y/own.py:Mine)"]),
+        (["/x/z/own.py:Mine", "/y/z/own.py:Mine"], ["x/z/own.py:Mine", "y/z/own.py:Mine"]),
+        (["two(/x/own.py:Mine,/y/own.py:Mine)"], ["two(x/own.py:Mine,y/own.py:Mine)"]),
+        (["/own.py:Mine", "/x/own.py:Mine"], ["/own.py:Mine", "x/own.py:Mine"]),
+        (
+            ["/x/own.py:Mine", "/y/own.py:Mine", "/y/b.py:Mine"],
+            ["x/own.py:Mine", "y/own.py:Mine", "b.py:Mine"],
+        ),
+        (["/x/own.py:fedavg", "elastic(fedavg)"], ["own.py:fedavg", "elastic(fedavg)"]),
+    ],
+)
+def test_a_path_is_cut_to_what_tells_it_apart(methods: list[str], expected: list[str]) -> None:
+    runs = results.shortened([described(method=method) for method in methods])
+    assert [run.method for run in runs] == expected
+
+
+def test_paths_are_cut_wherever_they_stand() -> None:
+    """What only looks like one stays; so does the text of the file."""
+    summary = {"also": {"/x/b.csv": {"seen": None}}}
+    run = described(
+        data="/x (1), old/a.csv[0,2] from 0",
+        also=["/x/b.csv", "digits"],
+        start="/runs/first",
+        address="ray://host:10001",
+        settings={"inner": {"teacher": "/x/net.py:net", "ratio": "1/2"}},
+    )._replace(toml='data = "/x/a.csv"', summary=summary)
+    (short,) = results.shortened([run])
+    assert short.experiment == {
+        "method": "fedavg",
+        "data": "a.csv[0,2] from 0",
+        "also": ["b.csv", "digits"],
+        "start": "first",
+        "address": "ray://host:10001",
+        "settings": {"inner": {"teacher": "net", "ratio": "1/2"}},
+    }
+    assert short.summary == {"also": {"b.csv": {"seen": None}}}
+    assert short.toml == run.toml
+
+
+NAMES = st.sampled_from(["a", "b", "a.py:a", "b.py:a"])
+PATHS = st.lists(NAMES, min_size=1, max_size=4).map(lambda parts: "/" + "/".join(parts))
+
+
+@given(st.lists(PATHS | NAMES, unique=True))
+def test_names_that_differ_differ_when_cut(data: list[str]) -> None:
+    short = [run.data for run in results.shortened([described(data=name) for name in data])]
+    assert len(set(short)) == len(data)
+    assert all(name.endswith(end) for name, end in zip(data, short, strict=True))
+
+
 def test_one_experiment_with_one_seed_twice_is_refused(fake: Fake) -> None:
     runs = [results.load(fake(name)) for name in ("first", "second")]
     with pytest.raises(ApieceError, match=r"first and .*second are the same experiment"):
@@ -182,6 +276,11 @@ def test_differing_names_all_but_method_settings_and_seed(fake: Fake) -> None:
     assert results.differing(runs) == {"cohort": ["5", "8"]}
 
 
+def test_differing_says_lists_and_what_is_not_set_in_words() -> None:
+    runs = [described(also=["a", "b"], start=""), described(also=[], start="first")]
+    assert results.differing(runs) == {"also": ["a and b", "–"], "start": ["–", "first"]}
+
+
 def test_columns_mark_the_best(fake: Fake) -> None:
     """High is good for scores, low for harm and cost; what is printed alike is equally good."""
     runs = [
@@ -202,6 +301,29 @@ def test_columns_mark_the_best(fake: Fake) -> None:
     assert columns["seen clients, %", "personalized"].cells == ("90.0", "90.0", "80.0")
     assert columns["cost", "sent down"].means == ("2.0 kB", "6.0 kB", "4.0 kB")
     assert not any(group.startswith("unseen") for group, _ in columns)
+
+
+def other(personalized: float) -> dict[str, object]:
+    return {"d": {"seen": {"initial": 0.1, "personalized": personalized}, "unseen": None}}
+
+
+def test_the_best_are_those_on_the_same_data(fake: Fake) -> None:
+    """On a: 0.8 before 0.7. On b both are 0.9, which singles out nobody, and c has one run only.
+
+    One run is unfinished. On the other data d all compare: 0.2 · 4 of the last is the best.
+    """
+    scores = [("a", 0.8), ("a", 0.7), ("b", 0.9), ("b", 0.9), ("c", 1.0)]
+    runs = [
+        results.load(fake(f"{i}", method=f"m{i}", data=data, seen=(0.5, score), also=other(0.2 * i)))
+        for i, (data, score) in enumerate(scores)
+    ]
+    found = results.groups([*runs, results.load(fake("going", data="a", finished=False))])
+    best = {c.name: c.best for c in results.columns([results.row(group) for group in found])}
+    assert best["personalized"] == {0}
+    assert best["initial"] == best["time"] == frozenset()
+    columns = {(c.group, c.name): c.best for c in results.other_columns(found)}
+    assert columns["own data, seen clients, %", "personalized"] == {0}
+    assert columns["d, seen clients, %", "personalized"] == {4}
 
 
 def test_cells() -> None:

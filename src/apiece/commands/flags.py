@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,8 @@ from apiece.errors import ApieceError
 from apiece.experiment import Experiment
 from apiece.settings import parse_seeds
 from apiece.terminal import OUTPUT, JsonFlag
+
+log = logging.getLogger("apiece")
 
 WHAT, HOW = "What to train", "How to run"
 
@@ -160,9 +163,23 @@ def one_of(names: list[str], name: str, seed: int, path: Path | None, flags: dic
     return described
 
 
+def furnished(described: Experiment) -> Experiment:
+    """The experiment with the proxy set that its method cannot do without; that nobody asked for is told."""
+    found = described.with_proxy()
+    if found.proxy != described.proxy:
+        log.warning(
+            "%s cannot do without a proxy set: %g %% of the seen clients' training examples become the "
+            "server's (--proxy)",
+            described.method,
+            100 * found.proxy,
+        )
+    return found
+
+
 def on_equal_data(plan: dict[str, Experiment]) -> dict[str, Experiment]:
     """All methods train on equal data: if one needs a proxy set, it is taken from the clients of all."""
-    proxy = max(described.with_proxy().proxy for described in plan.values())
+    one_each = {described.method: described for described in plan.values()}
+    proxy = max(furnished(described).proxy for described in one_each.values())
     return {place: replace(described, proxy=proxy) for place, described in plan.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from apiece.commands.flags import (
     file_name,
     for_method,
     free_folder,
+    furnished,
     on_equal_data,
     one_of,
     seeds_of,
@@ -30,8 +32,11 @@ from apiece.commands.flags import (
 )
 from apiece.errors import ApieceError
 from apiece.experiment import Experiment
+from apiece.methods.admm_fedmeta import ADMMFedMeta
 from apiece.prepare import loading_once
 from apiece.terminal import JsonFlag
+
+log = logging.getLogger("apiece")
 
 
 @with_flags()
@@ -48,7 +53,7 @@ def run(experiment: ExperimentFile = None, **flags: Any) -> None:
 
     - `apiece run runs/first/experiment.toml --seed 1`
     """
-    described = experiment_of(experiment, flags)
+    described = furnished(experiment_of(experiment, flags))
     folder = flags["out"] or free_folder(described.method, described.data, f"s{described.seed}")
     with terminal.bar(
         described.method, described.rounds, flags["json"], folder, f"apiece resume {folder}"
@@ -165,6 +170,11 @@ def continual(
         described = [one_of(names, name, seed, experiment, flags) for name in names]
         begun = one_of([first], first, seed, experiment, {**flags, "set": None})
         steps += sequence.plan(described, begun, named, folder, file_name)
+    for one in described:
+        if isinstance(method := one.build_method(), ADMMFedMeta) and not method.lam:
+            log.warning(
+                "%s has lam=0 and so makes no use of its prior: see the example of --help", one.method
+            )
     for step in steps:
         title, again = (
             f"{step.experiment.method} {step.experiment.data}",

@@ -27,6 +27,18 @@ from apiece.errors import ApieceError
 
 _MOST_CLASSES = 1_000_000  # a label beyond is an identifier, and a model's head would not fit in memory
 SPARSE = 10  # labels beyond so many times the classes that are there, and as many more, are names
+MISSING = {
+    "",
+    "NA",
+    "N/A",
+    "#N/A",
+    "<NA>",
+    "NaN",
+    "nan",
+    "null",
+    "NULL",
+    "?",
+}  # what tables write for nothing
 FEW = 20  # classes that nobody takes for measurements
 
 
@@ -203,8 +215,10 @@ def _csv(path: Path, columns: _Columns) -> _Table:
 
     def keys(name: str) -> NDArray[Any]:
         cells = [row[names.index(name)] for row in rows]
-        if "" in cells:
-            raise refuse(cells.index(""), name, "the cell is empty")
+        for row, cell in enumerate(cells):
+            if cell in MISSING:
+                told = f"{cell!r} stands for nothing" if cell else "the cell is empty"
+                raise refuse(row, name, f"{told}: leave the row out, or give it a name of its own")
         return _values(cells)
 
     places = [names.index(name) for name in features]
@@ -345,8 +359,9 @@ def _encode(labels: NDArray[Any], names: tuple[str, ...]) -> Ints:
     if (numbered < 0).any():
         row = int((numbered < 0).argmax())
         known = f"0 to {len(names) - 1}" if names == _numbers(len(names)) else ", ".join(names)
+        mend = ". Numbers count classes from 0; words may name them as well" if known[0] == "0" else ""
         raise ApieceError(
-            f"labels out of range: {labels[row].item()!r} in row {row} (from 0); known: {known}"
+            f"labels out of range: {labels[row].item()!r} in row {row} (from 0); known: {known}{mend}"
         )
     return numbered
 

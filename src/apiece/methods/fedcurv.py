@@ -43,8 +43,8 @@ class Curvature(NamedTuple):
     Fw: Params  # F ⊙ w
 
 
-class Share(NamedTuple):
-    of: Curvature  # as the client last answered
+class Kept(NamedTuple):
+    share: Curvature  # as the client last answered
     rounds: Tensor  # that had closed when its answer was counted
 
 
@@ -95,16 +95,16 @@ class FedCurv(Method):
     def init(self, task: Task, params: Params, key: int) -> Curved:
         return Curved(params, Curvature(params.zeros(), params.zeros()), torch.zeros((), device=task.device))
 
-    def init_client(self, task: Task, broadcast: Curved, start: Params, key: Tensor) -> Share:
-        return Share(Curvature(start.zeros(), start.zeros()), torch.zeros_like(broadcast.rounds))
+    def init_client(self, task: Task, broadcast: Curved, start: Params, key: Tensor) -> Kept:
+        return Kept(Curvature(start.zeros(), start.zeros()), torch.zeros_like(broadcast.rounds))
 
     def broadcast(self, server: Curved, round: Round) -> Curved:
         return server
 
-    def client_update(self, task: Task, broadcast: Curved, client: Share, data: Shard) -> Reply:
+    def client_update(self, task: Task, broadcast: Curved, client: Kept, data: Shard) -> Reply:
         w_t, total, n = broadcast.params, broadcast.total, data.size
         counted = (client.rounds == broadcast.rounds).float()
-        U, V = total.F - counted * client.of.F, total.Fw - counted * client.of.Fw
+        U, V = total.F - counted * client.share.F, total.Fw - counted * client.share.Fw
 
         def curved(w: Params, batch: Batch, outputs: Tensor) -> Tensor:
             return self.lam * (U * w - 2 * V).dot(w)
@@ -112,7 +112,7 @@ class FedCurv(Method):
         w = sgd(task.penalized(curved).objective, w_t, data, self.local)
         F = fisher(task, w, data, self.local.batch_size)
         share = Curvature(F, F * w)
-        kept: Share = tree.where(n > 0, Share(share, broadcast.rounds + 1), client)
+        kept: Kept = tree.where(n > 0, Kept(share, broadcast.rounds + 1), client)
         return Reply(Answer(n * (w - w_t), n.float(), share), kept, model=w)
 
     def server_update(self, task: Task, server: Curved, update: Answer, round: Round) -> Curved:

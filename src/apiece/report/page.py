@@ -47,7 +47,7 @@ def write(folders: Sequence[Path], output: Path, command: str = "") -> Path:
 
 
 def html(runs: Sequence[Run], command: str = "") -> str:
-    groups = results.groups(runs)
+    groups = results.groups(results.shortened(runs))
     story = Story(groups, [results.row(group) for group in groups], results.metric(runs))
     heading = title(story)
     body = "".join(
@@ -71,7 +71,7 @@ def html(runs: Sequence[Run], command: str = "") -> str:
 
 def title(story: Story) -> str:
     methods = list(dict.fromkeys(row.method for row in story.rows))
-    data = sorted({str(run.experiment["data"]) for run in story.runs if "data" in run.experiment})
+    data = sorted({row.data for row in story.rows} - {""})
     what = _listed(methods) if len(methods) <= 3 else f"{len(methods)} methods"
     return f"{what} on {', '.join(data)}" if data else what
 
@@ -82,10 +82,12 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def headline(rows: Sequence[TableRow], metric: str) -> list[str]:
-    """What the numbers say, a sentence each, and how far they can be trusted."""
+    """What the numbers say, a sentence each, and how far to trust them; other data are not ranked."""
     told = [sentence for group in ("unseen", "seen") if (sentence := _lead(rows, group, metric))]
     if not told:
         return ["No run has finished yet: there are no results to speak of."]
+    if len({row.data for row in rows if row.seeds}) > 1:
+        told = ["These runs are on different data: only scores on the same data compare."]
     seeds = {len(row.seeds) for row in rows if row.seeds}
     if seeds == {1}:
         told.append("One seed: by how much chance moves these numbers is not known.")
@@ -239,14 +241,19 @@ def _title(metric: str) -> str:
 def _table(story: Story) -> str:
     several = any(len(row.seeds) > 1 for row in story.rows)
     spread = " ± the sample standard deviation over seeds" if several else ""
-    bold = "; the best of each column is bold" if len(story.rows) > 1 else ""
     return _section(
         "Results",
-        f"{_title(story.metric)} after the last round, mean over clients{spread}{bold}. "
+        f"{_title(story.metric)} after the last round, mean over clients{spread}{_bold(story.rows)}. "
         "<i>Worst 10 %</i>: personalized, over the worst tenth of the clients. <i>Harmed</i>: the share of "
         "clients that personalization made worse.",
         _grid(dict(enumerate(story.rows)), results.columns(story.rows), "Table of results"),
     )
+
+
+def _bold(rows: Sequence[TableRow]) -> str:
+    """What bold figures are, where rows can be compared."""
+    among = " among runs on the same data" if len({row.data for row in rows}) > 1 else ""
+    return f"; the best of each column{among} is bold" if len(rows) > 1 else ""
 
 
 def _others(story: Story) -> str:
@@ -260,10 +267,10 @@ def _others(story: Story) -> str:
     if not columns:
         return ""
     rows = {i: story.rows[i] for i in scored}
+    bold = _bold(list(rows.values()))
     spread = (
         " ± the sample standard deviation over seeds" if any(len(r.seeds) > 1 for r in rows.values()) else ""
     )
-    bold = "; the best of each column is bold" if len(rows) > 1 else ""
     return _section(
         "Scored on other data too",
         f"{_title(story.metric)} after the last round, on the clients of the run's own data and "

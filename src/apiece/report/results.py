@@ -9,9 +9,11 @@ import csv
 import io
 import json
 import math
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +25,9 @@ SCORES = ("initial", "personalized")
 OWN = "test"  # clients.csv calls the run's own test examples so; other names are other data's clients
 METRIC = "accuracy"  # what a run is taken to measure that has not scored a client yet
 ABSENT = "–"
+FOLLOWING = ("also", "prior", "start")  # they name other data and runs; the rest mostly implies which
+# A whole text that is a path, or the `file.py:name`s within an expression.
+PATH = re.compile(r"^/(?!.*\.py:).*|(?<![^(,])/[^(),]*")
 
 T = TypeVar("T")
 
@@ -88,6 +93,10 @@ class Run(NamedTuple):
         return str(self.experiment["method"])
 
     @property
+    def data(self) -> str:
+        return str(self.experiment.get("data", ""))
+
+    @property
     def seed(self) -> Any:
         return self.experiment.get("seed")
 
@@ -124,6 +133,7 @@ class Scores(NamedTuple):
 class TableRow(NamedTuple):
     label: str
     method: str
+    data: str
     seeds: tuple[Any, ...]  # of the finished runs, the ones the numbers are about
     unfinished: int
     seen: Scores
@@ -141,7 +151,7 @@ class Column(NamedTuple):
     stats: tuple[Stat, ...]
     cells: tuple[str, ...]
     means: tuple[str, ...]  # the cells without their ±
-    best: frozenset[int]
+    best: frozenset[int]  # of the rows on the same data
 
 
 class Curve(NamedTuple):
@@ -181,6 +191,24 @@ def load(folder: Path) -> Run:
     )
 
 
+def shortened(runs: Sequence[Run]) -> list[Run]:
+    """The runs with every path in their experiments cut to its shortest end that no other name in them has.
+
+    `/x/own.py:Mine` is `Mine`; beside `/y/other.py:Mine` it is `own.py:Mine`, beside `/y/own.py:Mine`
+    `x/own.py:Mine`. `toml` stays as it is.
+    """
+    texts = {text for run in runs for value in flat(run.experiment).values() for text in _texts(value)}
+    paths = {path for text in texts for path in PATH.findall(text)}
+    words = {word for text in texts for word in re.split(r"[(),]", text)} - paths
+    ends = {path: [path[cut.end() :] for cut in re.finditer(r"/|\.py:", path)] for path in paths}
+    held = Counter([*words, *(end for found in ends.values() for end in found)])
+    names = {path: next((e for e in reversed(found) if held[e] == 1), path) for path, found in ends.items()}
+    return [
+        run._replace(experiment=_renamed(run.experiment, names), summary=_renamed(run.summary, names))
+        for run in runs
+    ]
+
+
 def groups(runs: Sequence[Run]) -> list[Group]:
     """Runs put together that differ only in seed, in the order in which they came."""
     found: dict[str, list[Run]] = {}
@@ -218,6 +246,7 @@ def row(group: Group) -> TableRow:
     return TableRow(
         label=group.label,
         method=group.runs[0].method,
+        data=group.runs[0].data,
         seeds=tuple(run.seed for run in group.finished),
         unfinished=len(group.unfinished),
         seen=_scores([s.get("seen") or {} for s in summaries]),
@@ -230,22 +259,23 @@ def row(group: Group) -> TableRow:
 
 def columns(rows: Sequence[TableRow]) -> list[Column]:
     """The table by columns, those without any number left out: what the page and the terminal both print."""
+    column = partial(_column, [row.data for row in rows])
     found = []
     for group in GROUPS:
         scores: list[Scores] = [getattr(row, group) for row in rows]
         title = f"{group} clients, %"
         found += [
-            _column(title, "initial", [s.initial for s in scores], cell, max),
-            _column(title, "personalized", [s.personalized for s in scores], cell, max),
-            _column(title, "worst 10 %", [s.worst10 for s in scores], cell, max),
-            _column(title, "harmed", [s.harmed for s in scores], cell, min),
+            column(title, "initial", [s.initial for s in scores], cell, max),
+            column(title, "personalized", [s.personalized for s in scores], cell, max),
+            column(title, "worst 10 %", [s.worst10 for s in scores], cell, max),
+            column(title, "harmed", [s.harmed for s in scores], cell, min),
         ]
     found += [
-        _column("cost", "sent up", [row.bytes_up for row in rows], size, min),
-        _column("cost", "sent down", [row.bytes_down for row in rows], size, min),
-        _column("cost", "time", [row.seconds for row in rows], duration, min),
+        column("cost", "sent up", [row.bytes_up for row in rows], size, min),
+        column("cost", "sent down", [row.bytes_down for row in rows], size, min),
+        column("cost", "time", [row.seconds for row in rows], duration, min),
     ]
-    return [column for column in found if any(stat.mean is not None for stat in column.stats)]
+    return [one for one in found if any(stat.mean is not None for stat in one.stats)]
 
 
 def other_columns(groups: Sequence[Group]) -> list[Column]:
@@ -254,11 +284,12 @@ def other_columns(groups: Sequence[Group]) -> list[Column]:
     names = dict.fromkeys(name for same in summaries for s in same for name in s.get("also") or {})
     found = []
     for name in (None, *names) if names else ():
+        column = partial(_column, [group.runs[0].data if name is None else name for group in groups])
         for group in GROUPS:
             parts = [[_part(s, name).get(group) or {} for s in same] for same in summaries]
             title = f"{'own data' if name is None else name}, {group} clients, %"
-            found += [_column(title, score, [_over(p, score) for p in parts], cell, max) for score in SCORES]
-    return [column for column in found if any(stat.mean is not None for stat in column.stats)]
+            found += [column(title, score, [_over(p, score) for p in parts], cell, max) for score in SCORES]
+    return [one for one in found if any(stat.mean is not None for stat in one.stats)]
 
 
 def curve(runs: Sequence[Run], column: str) -> Curve:
@@ -326,7 +357,7 @@ def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Keys of the experiment, other than method, its settings and the seed, whose values are not all one."""
     tables = [flat(run.experiment) for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
-    values = {name: list(dict.fromkeys(str(t.get(name, ABSENT)) for t in tables)) for name in names}
+    values = {name: list(dict.fromkeys(_said(t.get(name, ABSENT)) for t in tables)) for name in names}
     return {
         name: seen
         for name, seen in values.items()
@@ -374,34 +405,66 @@ def _plus_minus(mean: float | None, std: float | None, unit: float) -> str:
 
 
 def _column(
+    data: Sequence[str],
     group: str,
     name: str,
     stats: Sequence[Stat],
     text: Callable[[float | None, float | None], str],
     better: Callable[[Iterable[float]], float],
 ) -> Column:
+    """`data`: what each row was scored on; only rows on the same are compared."""
     cells = tuple(text(stat.mean, stat.std) for stat in stats)
     means = tuple(text(stat.mean, None) for stat in stats)
-    known = [stat.mean for stat in stats if stat.mean is not None]
-    top = text(better(known), None) if known else ABSENT
-    best = frozenset(i for i, mean in enumerate(means) if mean == top != ABSENT)
-    # A column in which all are best singles out nobody.
-    return Column(group, name, tuple(stats), cells, means, best if len(best) < len(known) else frozenset())
+    best: set[int] = set()
+    for one in set(data):
+        known = {i: stat.mean for i, stat in enumerate(stats) if data[i] == one and stat.mean is not None}
+        top = text(better(known.values()), None) if known else ABSENT
+        leading = {i for i in known if means[i] == top}
+        # Where all are best nobody is singled out.
+        best |= leading if len(leading) < len(known) else set()
+    return Column(group, name, tuple(stats), cells, means, frozenset(best))
 
 
 def _labels(first: Sequence[Run]) -> list[str]:
-    """The method, and for several experiments with one method what tells them apart."""
-    labels = []
-    for run in first:
-        same = [flat(other.experiment) for other in first if other.method == run.method]
-        mine = flat(run.experiment)
-        telling = [
-            f"{name.removeprefix('settings.')}={value}"
-            for name, value in mine.items()
-            if name != "seed" and any(other.get(name) != value for other in same)
-        ]
-        labels.append(f"{run.method} ({', '.join(telling)})" if telling else run.method)
+    """The method, what tells experiments with one method apart, and the data where the page has several.
+
+    `start`, `prior` and `also`, in this order, are told only while two labels would be alike without.
+    """
+    tables = [flat(run.experiment) for run in first]
+    untold = list(FOLLOWING)
+    while len(set(labels := [_title(mine, tables, untold) for mine in tables])) < len(labels) and untold:
+        untold.pop()
     return labels
+
+
+def _title(mine: Mapping[str, Any], tables: Sequence[Mapping[str, Any]], untold: Sequence[str]) -> str:
+    same = [table for table in tables if table["method"] == mine["method"]]
+    telling = [
+        f"{name.removeprefix('settings.')}={_said(value)}"
+        for name, value in mine.items()
+        if name not in ("seed", *untold)
+        and any(other.get(name) != value for other in (tables if name == "data" else same))
+    ]
+    return f"{mine['method']} ({', '.join(telling)})" if telling else str(mine["method"])
+
+
+def _said(value: Any) -> str:
+    return (" and ".join(map(str, value)) if isinstance(value, list) else str(value)) or ABSENT
+
+
+def _texts(value: Any) -> list[str]:
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """`value` with new names for the paths in all its texts, keys among them."""
+    if isinstance(value, str):
+        return PATH.sub(lambda path: names.get(path[0], path[0]), value)
+    if isinstance(value, list):
+        return [_renamed(one, names) for one in value]
+    if isinstance(value, Mapping):
+        return {_renamed(name, names): _renamed(one, names) for name, one in value.items()}
+    return value
 
 
 def _scores(parts: Sequence[Mapping[str, Any]]) -> Scores:
