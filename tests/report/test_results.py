@@ -190,6 +190,13 @@ def test_labels_say_what_follows_from_the_data_only_if_it_is_needed() -> None:
     assert labels(first, first | {"also": []}) == ["fedavg (also=b and c)", "fedavg (also=–)"]
 
 
+def test_runs_that_go_on_from_those_of_their_own_seed_are_put_together() -> None:
+    """Of seeds 0, 1 and 10; not one that goes on from another's, nor one whose start is not of a seed."""
+    starts = [(0, "x/first-s0"), (1, "x/first-s1"), (10, "x/first-s10"), (2, "x/first-s20"), (3, "x/first")]
+    runs = [described(seed=seed, start=start, prior=start, data="b") for seed, start in starts]
+    assert [[run.seed for run in group.runs] for group in results.groups(runs)] == [[0, 1, 10], [2], [3]]
+
+
 @pytest.mark.parametrize(
     ("methods", "expected"),
     [

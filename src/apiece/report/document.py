@@ -115,7 +115,7 @@ thead span { display: block; border-bottom: 1px solid var(--rule); padding-botto
 thead tr:last-child th { border-bottom: 1px solid var(--soft); padding-bottom: 8px; }
 tr > :first-child { text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--bg); }
 tbody th { font-weight: 600; white-space: normal; }
-tbody th .name { display: flex; align-items: baseline; width: max-content; max-width: 160px; }
+tbody th .name { display: flex; align-items: baseline; width: max-content; max-width: 168px; }
 tbody th .name span { overflow-wrap: anywhere; }
 tbody tr:hover > * { background: var(--shade); }
 .first { padding-left: 24px; }

@@ -210,10 +210,19 @@ def shortened(runs: Sequence[Run]) -> list[Run]:
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
-    """Runs put together that differ only in seed, in the order in which they came."""
+    """Runs put together that differ only in seed, in the order in which they came.
+
+    Those that go on from others, `first-s0` with seed 0 and `first-s1` with seed 1, differ only in seed, too.
+    """
     found: dict[str, list[Run]] = {}
     for run in runs:
-        key = {name: value for name, value in flat(run.experiment).items() if name != "seed"}
+        key = {
+            name: re.sub(rf"(?<=-s){run.seed}(?!\d)", "*", str(value))
+            if name in ("start", "prior")
+            else value
+            for name, value in flat(run.experiment).items()
+            if name != "seed"
+        }
         same = found.setdefault(json.dumps(key, sort_keys=True, default=str), [])
         for other in same:
             if other.seed == run.seed:
