@@ -186,6 +186,14 @@ class _World:
     def reply(self, broadcast: Broadcast, client: Tree, key: int = 1, who: int = 5) -> Reply:
         return self.method.client_update(self.task.for_clients(), broadcast, client, self.shard(who, key))
 
+    def play(self, engine: Engine) -> Iterator[_Snapshot]:
+        """What there is to see after each round."""
+        training, server = self.training(engine), self.server()
+        for index in range(ROUNDS):
+            seen = _turn(training, server, index)
+            server = seen.server
+            yield seen
+
 
 def _turn(training: Training, server: Server, index: int) -> _Snapshot:
     """What there is to see after round `index`."""
@@ -263,13 +271,12 @@ def _runs(world: _World) -> Iterator[str]:
 
 def _not_finite(world: _World) -> Iterator[str]:
     """The first thing in a few rounds that is NaN or infinite: others may come of it."""
-    training, server = world.training(Sequential(world.task.device)), world.server()
-    for index in range(ROUNDS):
-        seen = _turn(training, server, index)
+    engine, server = Sequential(world.task.device), world.server()
+    for index, seen in enumerate(world.play(engine)):
         if not tree.finite(seen.server, world.task.device):
             yield "the server's state is NaN or infinite: guard divisions; eps goes inside square roots"
             return
-        for what, values in _of_clients(training, server, index, seen).items():
+        for what, values in _of_clients(world.training(engine), server, index, seen).items():
             sizes = [str(SIZES[who]) for who, v in values.items() if not tree.finite(v, world.task.device)]
             if sizes:
                 yield (
