@@ -260,7 +260,7 @@ TABLE = Table(
         "Per-FedAvg adapts for epochs of batches, not by one step.",
     ),
     findings=(
-        "FEMNIST: every row that was run is far above the paper's, Local by 34 points, so the paper trained "
+        "FEMNIST: every row is far above the paper's, Local by 34 points, so the paper trained "
         "in another regime: its Local has 40 % on clients of three classes, where guessing has 33 %, its "
         "FedAvg 31 % and its SCAFFOLD 18 % of ten. In ours, where all of these learn, the constraint "
         "neither helps nor harms (its gain over FedEC-wo is 0.0, and the search took an α near the least it "
