@@ -68,9 +68,7 @@ class Group(NamedTuple):
     initial_worst10: float
     personalized_worst10: float
     harmed: float
-    diverged: (
-        int  # clients with an initial score whose personalized model is not finite: they count as harmed
-    )
+    diverged: int  # clients whose personalized model is not finite: they count as harmed
 
 
 def models(

@@ -70,18 +70,21 @@ class _Product(torch.autograd.Function):
         return product(dy, w.mT) if by_x else None, product(dy.mT, x.mT) if by_w else None
 
 
+def _followed(x: Tensor, w: Tensor) -> Tensor:
+    """By oneDNN; autograd is told of it where it would follow, for to tell it takes time."""
+    follows = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    y: Tensor = _Product.apply(x, w) if follows or levels() else _computed(x, w)
+    return y
+
+
 def product(x: Tensor, w: Tensor) -> Tensor:
     """x wᵀ of (B, in), (out, in)."""
-    if not _fits(x, w):
-        return x @ w.mT
-    followed = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    y: Tensor = _Product.apply(x, w) if followed or levels() else _computed(x, w)
-    return y
+    return _followed(x, w) if _fits(x, w) else x @ w.mT
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """x wᵀ + bias of (…, in), (out, in), (out,)."""
     if not _fits(x, w):
         return F.linear(x, w, bias)
-    y = product(x, w)
+    y = _followed(x, w)
     return y if bias is None else y + bias

@@ -27,18 +27,8 @@ from apiece.errors import ApieceError
 
 _MOST_CLASSES = 1_000_000  # a label beyond is an identifier, and a model's head would not fit in memory
 SPARSE = 10  # labels beyond so many times the classes that are there, and as many more, are names
-MISSING = {
-    "",
-    "NA",
-    "N/A",
-    "#N/A",
-    "<NA>",
-    "NaN",
-    "nan",
-    "null",
-    "NULL",
-    "?",
-}  # what tables write for nothing
+# What tables write for nothing.
+MISSING = {"", "NA", "N/A", "#N/A", "<NA>", "NaN", "nan", "null", "NULL", "?"}
 FEW = 20  # classes that nobody takes for measurements
 
 
@@ -358,8 +348,9 @@ def _encode(labels: NDArray[Any], names: tuple[str, ...]) -> Ints:
     numbered = np.array([places.get(str(value), -1) for value in values], dtype=np.int64)[inverse]
     if (numbered < 0).any():
         row = int((numbered < 0).argmax())
-        known = f"0 to {len(names) - 1}" if names == _numbers(len(names)) else ", ".join(names)
-        mend = ". Numbers count classes from 0; words may name them as well" if known[0] == "0" else ""
+        counted = names == _numbers(len(names))
+        known = f"0 to {len(names) - 1}" if counted else ", ".join(names)
+        mend = ". Numbers count classes from 0; words may name them as well" if counted else ""
         raise ApieceError(
             f"labels out of range: {labels[row].item()!r} in row {row} (from 0); known: {known}{mend}"
         )

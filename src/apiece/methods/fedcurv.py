@@ -122,5 +122,5 @@ class FedCurv(Method):
         closed: Curved = tree.where(examples > 0, Curved(w, Curvature(F, Fw), server.rounds + 1), server)
         return closed
 
-    def personalize(self, task: Task, broadcast: Curved, client: Curvature, data: Shard) -> Params:
+    def personalize(self, task: Task, broadcast: Curved, client: Kept, data: Shard) -> Params:
         return sgd(task.objective, broadcast.params, data, self.personal)
